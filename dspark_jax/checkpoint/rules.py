@@ -1,0 +1,171 @@
+"""Strict mapping between checkpoint tensors and parameter trees, both ways.
+
+A rule says which stored tensors make up one parameter and how. Loading consumes every stored
+tensor or fails naming those left; every problem is collected and reported at once.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dspark_jax.checkpoint.safetensors import FLOAT_TYPES, TensorReader
+from dspark_jax.types import Params
+
+Path = tuple[str | int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TensorRule:
+    """One parameter and the stored tensors it is built from.
+
+    Attributes:
+      path: where the parameter lies in the tree.
+      names: stored tensors, in the order `pack` takes them.
+      shapes: their stored shapes.
+      pack: stored tensors -> parameter.
+      unpack: parameter -> stored tensors.
+    """
+
+    path: Path
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    pack: Callable[..., np.ndarray]
+    unpack: Callable[[np.ndarray], tuple[np.ndarray, ...]]
+
+
+def same(path: Path, name: str, shape: tuple[int, ...]) -> TensorRule:
+    """A parameter stored as it is."""
+    return TensorRule(
+        path=path, names=(name,), shapes=(shape,), pack=lambda x: x, unpack=lambda x: (x,)
+    )
+
+
+def reshaped(
+    path: Path, name: str, stored: tuple[int, ...], ours: tuple[int, ...], *, transpose: bool = True
+) -> TensorRule:
+    """A matrix stored as [out, in] and kept as [in, out], axes split into `ours`."""
+    flip = (lambda x: x.T) if transpose else (lambda x: x)
+    flat = stored[::-1] if transpose else stored
+    return TensorRule(
+        path=path,
+        names=(name,),
+        shapes=(stored,),
+        pack=lambda x: flip(x).reshape(ours),
+        unpack=lambda x: (flip(x.reshape(flat)),),
+    )
+
+
+def paired(path: Path, names: tuple[str, str], out: int, width: int, split: tuple) -> TensorRule:
+    """Two matrices [out, D] kept as one kernel [D, 2, *split]."""
+
+    def pack(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.stack([a.T, b.T], axis=1).reshape(width, 2, *split)
+
+    def unpack(x: np.ndarray) -> tuple[np.ndarray, ...]:
+        x = x.reshape(width, 2, out)
+        return x[:, 0].T, x[:, 1].T
+
+    return TensorRule(
+        path=path, names=names, shapes=((out, width),) * 2, pack=pack, unpack=unpack
+    )
+
+
+def load_params(
+    reader: TensorReader,
+    rules: Iterable[TensorRule],
+    *,
+    dtype: jnp.dtype,
+    ignore: Iterable[str] = (),
+    what: str,
+) -> Params:
+    """Builds a parameter tree.
+
+    Args:
+      reader: the stored tensors.
+      rules: one per parameter.
+      dtype: floating type of the result.
+      ignore: stored names that may be present and are not used.
+      what: names the checkpoint in errors, such as "target".
+
+    Returns:
+      Nested dict of device arrays; integer path parts become tuple entries.
+
+    Raises:
+      ValueError: tensors are missing, left over, of another shape, or not floating point.
+    """
+    rules = list(rules)
+    have = reader.names()
+    wanted = {name for rule in rules for name in rule.names}
+    problems = [f"missing tensor {name}" for name in sorted(wanted - have)]
+    problems += [f"unexpected tensor {name}" for name in sorted(have - wanted - set(ignore))]
+    for rule in rules:
+        for name, shape in zip(rule.names, rule.shapes, strict=True):
+            if name not in have:
+                continue
+            if reader.shape(name) != tuple(shape):
+                got = list(reader.shape(name))
+                problems.append(f"{name} has shape {got}, expected {list(shape)}")
+            elif reader.dtype(name) not in FLOAT_TYPES:
+                problems.append(f"{name} is {reader.dtype(name)}, expected one of {FLOAT_TYPES}")
+    if problems:
+        shown = problems[:20] + ([f"and {len(problems) - 20} more"] if len(problems) > 20 else [])
+        raise ValueError(
+            f"{what} checkpoint {reader.directory} does not match its config.json:\n  "
+            + "\n  ".join(shown)
+            + "\nCheck that config.json and the weights belong together."
+        )
+    tree = {}
+    for rule in rules:
+        value = rule.pack(*(reader.read(name) for name in rule.names))
+        _put(tree, rule.path, jnp.asarray(np.ascontiguousarray(value)).astype(dtype))
+    return _tuples(tree)
+
+
+def stored_tensors(
+    params: Params, rules: Iterable[TensorRule], dtype: jnp.dtype | None = None
+) -> dict[str, np.ndarray]:
+    """The inverse of `load_params`: a parameter tree as checkpoint tensors.
+
+    Args:
+      params: the tree, on device or host.
+      rules: as for `load_params`.
+      dtype: type to store; None keeps each parameter's own.
+
+    Returns:
+      name -> array in the stored layout.
+    """
+    out = {}
+    for rule in rules:
+        leaf = params
+        for part in rule.path:
+            leaf = leaf[part]
+        value = np.asarray(leaf if dtype is None else jnp.asarray(leaf).astype(dtype))
+        out.update(zip(rule.names, rule.unpack(value), strict=True))
+    return out
+
+
+def abstract_params(rules: Iterable[TensorRule], dtype: jnp.dtype) -> Params:
+    """Shapes of the tree that the rules describe, without reading anything."""
+    tree = {}
+    for rule in rules:
+        stored = [jax.ShapeDtypeStruct(shape, np.float32) for shape in rule.shapes]
+        value = rule.pack(*(np.broadcast_to(np.float32(0), s.shape) for s in stored))
+        _put(tree, rule.path, jax.ShapeDtypeStruct(value.shape, dtype))
+    return _tuples(tree)
+
+
+def _put(tree: dict, path: Path, value: object) -> None:
+    for part in path[:-1]:
+        tree = tree.setdefault(part, {})
+    tree[path[-1]] = value
+
+
+def _tuples(tree: Mapping) -> Params | tuple:
+    if not isinstance(tree, Mapping):
+        return tree
+    if tree and all(isinstance(key, int) for key in tree):
+        return tuple(_tuples(tree[i]) for i in range(len(tree)))
+    return {key: _tuples(value) for key, value in tree.items()}

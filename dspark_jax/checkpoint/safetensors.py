@@ -1,0 +1,123 @@
+"""Safetensors files, single or sharded, read one tensor at a time."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+FLOAT_TYPES = ("F32", "F16", "BF16")
+
+
+class TensorReader:
+    """The tensors of a checkpoint directory by name, opened lazily.
+
+    Args:
+      directory: holds `model.safetensors`, or shards with `model.safetensors.index.json`.
+      strip: prefixes removed from stored names, tried in order, as often as they match.
+
+    Raises:
+      FileNotFoundError: no weights, or a shard named by the index is missing.
+      ValueError: a file is truncated or damaged, or a name occurs in two files.
+    """
+
+    def __init__(self, directory: str | Path, *, strip: tuple[str, ...] = ()):
+        self.directory = Path(directory)
+        self._files = {}  # our name -> (file, stored name)
+        for path in _weight_files(self.directory):
+            file = _open(path)
+            for stored in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                name = stored
+                for prefix in strip:
+                    name = name.removeprefix(prefix)
+                if name in self._files:
+                    raise ValueError(f"tensor {name} occurs twice in {self.directory}.")
+                self._files[name] = (file, stored, path)
+
+    def names(self) -> set[str]:
+        """All tensor names, prefixes stripped."""
+        return set(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Stored shape of one tensor."""
+        file, stored, _ = self._files[name]
+        return tuple(file.get_slice(stored).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """Stored type in safetensors' words, such as BF16."""
+        file, stored, _ = self._files[name]
+        return file.get_slice(stored).get_dtype()
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor as a NumPy array (bfloat16 by ml_dtypes).
+
+        Raises:
+          KeyError: no such tensor.
+          ValueError: the file is damaged.
+        """
+        file, stored, path = self._files[name]
+        try:
+            return file.get_tensor(stored)
+        except SafetensorError as error:
+            raise ValueError(f"{path}: cannot read {stored} ({error}).") from error
+
+
+def save_tensors(path: str | Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Writes one safetensors file, whole or not at all.
+
+    Args:
+      path: the file to write; a temporary beside it is renamed into place.
+      tensors: name -> array.
+
+    Raises:
+      OSError: the disk is full or the directory is not writable; an older file stays as it was.
+    """
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        save_file(
+            {name: np.ascontiguousarray(value) for name, value in tensors.items()},
+            partial,
+            metadata={"format": "pt"},
+        )
+        os.replace(partial, path)
+    except (OSError, SafetensorError) as error:
+        raise OSError(
+            f"could not write {path}: {error}; free some space or choose another directory."
+        ) from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    index = directory / "model.safetensors.index.json"
+    single = directory / "model.safetensors"
+    if index.is_file():
+        try:
+            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (json.JSONDecodeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{index} is damaged ({error!r}); fetch it again.") from error
+        missing = [name for name in shards if not (directory / name).is_file()]
+        if missing:
+            raise FileNotFoundError(
+                f"{directory} lacks the shards {missing} named by {index.name}; fetch them."
+            )
+        return [directory / name for name in shards]
+    if single.is_file():
+        return [single]
+    raise FileNotFoundError(
+        f"{directory} has no model.safetensors and no model.safetensors.index.json; "
+        "expected weights in the Hugging Face layout."
+    )
+
+
+def _open(path: Path):
+    try:
+        return safe_open(path, framework="numpy")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{path} is truncated or not a safetensors file ({error}); fetch it again."
+        ) from error

@@ -1,0 +1,1 @@
+"""Draft models: the small stacks that propose blocks of tokens."""

@@ -1,0 +1,1 @@
+"""Requests, slots and the host loop around the compiled round."""

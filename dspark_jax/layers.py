@@ -1,0 +1,140 @@
+"""Norms, rotary embedding and the gated MLP, shared by targets and drafts."""
+
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+
+from dspark_jax.config import RopeConfig
+
+KERNEL_INIT = nn.initializers.normal(0.02)
+
+
+class RmsNorm(nn.Module):
+    """Root-mean-square norm, statistics in float32, rounded to the input's type before the scale.
+
+    Source: transformers Qwen3RMSNorm and LlamaRMSNorm.
+    """
+
+    eps: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalises the last axis of x [.., D]."""
+        weight = self.param("weight", nn.initializers.ones_init(), (x.shape[-1],))
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        return weight * y.astype(x.dtype)
+
+
+class GatedMlp(nn.Module):
+    """SwiGLU: down(silu(gate x) * up x), gate and up in one kernel [D, 2, F]."""
+
+    width: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps x [.., D] to [.., D]."""
+        gate_up = self.param("gate_up", KERNEL_INIT, (x.shape[-1], 2, self.width))
+        down = self.param("down", KERNEL_INIT, (self.width, x.shape[-1]))
+        y = jnp.einsum("...d,dcf->...cf", x, gate_up)
+        return jnp.einsum("...f,fd->...d", nn.silu(y[..., 0, :]) * y[..., 1, :], down)
+
+
+def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
+    """Angular frequencies of the rotary pairs, and the factor on cos and sin.
+
+    Args:
+      config: rotary settings.
+      head_dim: H, even.
+
+    Returns:
+      f32[H/2] radians per position, and the attention factor (1 except for yarn).
+
+    Source: transformers modeling_rope_utils (default, linear, llama3, yarn).
+    """
+    exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+    freq = config.rope_theta**-exponents
+    if config.rope_type == "linear":
+        return (freq / config.factor).astype(np.float32), 1.0
+    if config.rope_type == "llama3":
+        wavelength = 2 * math.pi / freq
+        turns = config.original_max_position_embeddings / wavelength
+        low, high = config.low_freq_factor, config.high_freq_factor
+        keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
+        return (keep * freq + (1 - keep) * freq / config.factor).astype(np.float32), 1.0
+    if config.rope_type == "yarn":
+        return _yarn(config, head_dim, freq)
+    return freq.astype(np.float32), 1.0
+
+
+def _yarn(config: RopeConfig, head_dim: int, freq: np.ndarray) -> tuple[np.ndarray, float]:
+    def pair_at(turns: float) -> float:
+        span = config.original_max_position_embeddings / (turns * 2 * math.pi)
+        return head_dim * math.log(span) / (2 * math.log(config.rope_theta))
+
+    low = max(math.floor(pair_at(config.beta_fast)), 0)
+    high = min(math.ceil(pair_at(config.beta_slow)), head_dim - 1)
+    ramp = (np.arange(head_dim // 2) - low) / max(high - low, 0.001)
+    keep = 1.0 - np.clip(ramp, 0.0, 1.0)
+    scaled = keep * freq + (1 - keep) * freq / config.factor
+    factor = config.attention_factor
+    if factor is None:
+        factor = 0.1 * math.log(config.factor) + 1.0 if config.factor > 1 else 1.0
+    return scaled.astype(np.float32), float(factor)
+
+
+def rope_angles(config: RopeConfig, head_dim: int, positions: jax.Array) -> jax.Array:
+    """cos and sin for absolute positions.
+
+    Args:
+      config: rotary settings.
+      head_dim: H.
+      positions: i32[..], absolute token positions.
+
+    Returns:
+      f32[.., 2, H/2]: cos, then sin, attention factor included.
+    """
+    freq, factor = rope_frequencies(config, head_dim)
+    angles = positions.astype(jnp.float32)[..., None] * freq
+    return jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=-2) * factor
+
+
+def apply_rope(x: jax.Array, angles: jax.Array, *, interleaved: bool) -> jax.Array:
+    """Rotates the pairs of every head.
+
+    Args:
+      x: [.., heads, H].
+      angles: f32[.., 2, H/2] from `rope_angles`, same leading axes as x without heads.
+      interleaved: pairs are (2i, 2i+1); otherwise (i, i + H/2).
+
+    Returns:
+      The rotated x, same shape and type. cos and sin are rounded to x's type first, as the
+      reference does.
+    """
+    angles = angles.astype(x.dtype)
+    cos, sin = angles[..., None, 0, :], angles[..., None, 1, :]
+    if interleaved:
+        pairs = rearrange(x, "... (h two) -> ... two h", two=2)
+    else:
+        pairs = rearrange(x, "... (two h) -> ... two h", two=2)
+    a, b = pairs[..., 0, :], pairs[..., 1, :]
+    if interleaved:
+        return jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(x.shape)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def score_vocabulary(hidden: jax.Array, head: jax.Array) -> jax.Array:
+    """LM head: float32 logits from hidden states.
+
+    Args:
+      hidden: [.., D].
+      head: [V, D].
+
+    Returns:
+      f32[.., V].
+    """
+    return jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32)

@@ -1,0 +1,1 @@
+"""Target models: the frozen language models whose distribution is served."""

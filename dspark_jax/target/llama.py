@@ -1,0 +1,211 @@
+"""Llama, Qwen3 and Qwen3-MoE targets: one decoder, differing in norms on Q/K and in the MLP.
+
+Layers are either stacked (leaves [L, ..], run by `lax.scan`: one layer is compiled) or a tuple of
+per-layer trees (unrolled: on CPU a scan copies every layer's weights out of the stack first).
+The maths is the same; `stack_layers` and `split_layers` convert.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from dspark_jax.attention import attend
+from dspark_jax.config import TargetConfig
+from dspark_jax.kv_cache import KVCache, make_cache
+from dspark_jax.layers import (
+    KERNEL_INIT,
+    GatedMlp,
+    RmsNorm,
+    apply_rope,
+    rope_angles,
+    score_vocabulary,
+)
+from dspark_jax.moe import MoeMlp
+from dspark_jax.types import Params, SharedHead, TargetOutput
+
+AttendFn = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+class DecoderLayer(nn.Module):
+    """One pre-norm layer. Q, K and V share a kernel [D, G, N/G + 2, H], grouped by KV head."""
+
+    config: TargetConfig
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, angles: jax.Array, attend_fn: AttendFn
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Runs the layer.
+
+        Args:
+          x: [R, W, D].
+          angles: f32[R, W, 2, H/2].
+          attend_fn: maps q [R, W, N, H], k, v [R, W, G, H] to [R, W, N, H].
+
+        Returns:
+          x [R, W, D] after the layer, and the rows' rotated K and V [R, W, G, H].
+        """
+        cfg = self.config
+        groups, head_dim, width = cfg.num_key_value_heads, cfg.head_dim, cfg.hidden_size
+        per_group = cfg.num_attention_heads // groups
+        qkv = self.param("qkv", KERNEL_INIT, (width, groups, per_group + 2, head_dim))
+        out = self.param("o", KERNEL_INIT, (groups, per_group, head_dim, width))
+        y = jnp.einsum("rwd,dgnh->rwgnh", RmsNorm(cfg.rms_norm_eps, name="attn_norm")(x), qkv)
+        if cfg.attention_bias:
+            zeros = nn.initializers.zeros_init()
+            y = y + self.param("qkv_bias", zeros, (groups, per_group + 2, head_dim))
+        q = y[..., :per_group, :].reshape(*x.shape[:2], cfg.num_attention_heads, head_dim)
+        k, v = y[..., per_group, :], y[..., per_group + 1, :]
+        if cfg.qk_norm:
+            q = RmsNorm(cfg.rms_norm_eps, name="q_norm")(q)
+            k = RmsNorm(cfg.rms_norm_eps, name="k_norm")(k)
+        q = apply_rope(q, angles, interleaved=cfg.rope.interleaved)
+        k = apply_rope(k, angles, interleaved=cfg.rope.interleaved)
+        y = attend_fn(q, k, v).reshape(*x.shape[:2], groups, per_group, head_dim)
+        y = jnp.einsum("rwgnh,gnhd->rwd", y, out)
+        if cfg.attention_bias:
+            y = y + self.param("o_bias", nn.initializers.zeros_init(), (width,))
+        x = x + y
+        mlp = MoeMlp(cfg.moe, name="mlp") if cfg.moe else GatedMlp(cfg.intermediate_size, name="mlp")
+        return x + mlp(RmsNorm(cfg.rms_norm_eps, name="mlp_norm")(x)), k, v
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LlamaTarget:
+    """A target as functions of its parameters: `forward`, `logits`, `make_cache`.
+
+    Attributes:
+      config: the architecture.
+      tap_layer_ids: layers whose output is returned as context features; -1 is the embedding.
+    """
+
+    config: TargetConfig
+    tap_layer_ids: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        last = self.config.num_hidden_layers - 1
+        bad = [i for i in self.tap_layer_ids if not -1 <= i <= last]
+        if bad:
+            raise ValueError(
+                f"tap layers {bad} do not exist: this target has layers 0..{last} (-1: embedding)."
+            )
+
+    def init(self, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> Params:
+        """Random parameters with stacked layers, for tests and shape inference."""
+        cfg = self.config
+        layer_key, embed_key, head_key = jax.random.split(key, 3)
+        x = jnp.zeros((1, 1, cfg.hidden_size))
+        angles = jnp.zeros((1, 1, 2, cfg.head_dim // 2))
+
+        def init_layer(key: jax.Array) -> Params:
+            return DecoderLayer(cfg).init(key, x, angles, lambda q, k, v: q)["params"]
+
+        params = {
+            "embedding": KERNEL_INIT(embed_key, (cfg.vocab_size, cfg.hidden_size)),
+            "layers": jax.vmap(init_layer)(jax.random.split(layer_key, cfg.num_hidden_layers)),
+            "norm": {"weight": jnp.ones(cfg.hidden_size)},
+        }
+        if not cfg.tie_word_embeddings:
+            params["head"] = KERNEL_INIT(head_key, (cfg.vocab_size, cfg.hidden_size))
+        return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
+    def make_cache(self, slots: int, capacity: int, dtype: jnp.dtype) -> KVCache:
+        """An empty KV cache of `capacity` rows for each of `slots` slots."""
+        cfg = self.config
+        return make_cache(
+            cfg.num_hidden_layers, slots, cfg.num_key_value_heads, capacity, cfg.head_dim, dtype
+        )
+
+    def shared_head(self, params: Params) -> SharedHead:
+        """The embedding and LM head that a draft borrows."""
+        head = params["embedding"] if self.config.tie_word_embeddings else params["head"]
+        return SharedHead(embedding=params["embedding"], head=head)
+
+    def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
+        """f32[.., V] from final hidden states [.., D]."""
+        return score_vocabulary(hidden, self.shared_head(params).head)
+
+    def forward(
+        self,
+        params: Params,
+        tokens: jax.Array,
+        cache: KVCache,
+        *,
+        cache_len: jax.Array,
+        first_slot: jax.Array | int = 0,
+    ) -> TargetOutput:
+        """Runs W rows per request after its cached context; prefill and verify are this call.
+
+        Args:
+          params: tree of `init`, layers stacked or split.
+          tokens: i32[R, W]; row w sits at position cache_len + w and sees rows 0..w.
+          cache: KVCache [L, S, G, C, H], read only.
+          cache_len: i32[R], rows already cached.
+          first_slot: slot of request 0; request r uses slot first_slot + r.
+
+        Returns:
+          Hidden states, context features and the rows' K/V (to be stored by `write_rows`).
+        """
+        cfg = self.config
+        x = params["embedding"][tokens]
+        positions = cache_len[:, None] + jnp.arange(tokens.shape[1])
+        angles = rope_angles(cfg.rope, cfg.head_dim, positions)
+        scale = cfg.head_dim**-0.5
+
+        def run_layer(x: jax.Array, layer_params: Params, layer: jax.Array | int) -> tuple:
+            def attend_fn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+                return attend(
+                    q, k, v, cache, layer,
+                    first_slot=first_slot, cache_len=cache_len, causal=True, scale=scale,
+                )  # fmt: skip
+
+            return DecoderLayer(cfg).apply({"params": layer_params}, x, angles, attend_fn)
+
+        taps = {-1: x} if -1 in self.tap_layer_ids else {}
+        if isinstance(params["layers"], dict):
+            x, new_k, new_v, taps = self._scan(run_layer, x, params["layers"], taps)
+        else:
+            keys, values = [], []
+            for i, layer_params in enumerate(params["layers"]):
+                x, k, v = run_layer(x, layer_params, i)
+                keys.append(k)
+                values.append(v)
+                if i in self.tap_layer_ids:
+                    taps[i] = x
+            new_k, new_v = jnp.stack(keys), jnp.stack(values)
+        hidden = RmsNorm(cfg.rms_norm_eps).apply({"params": params["norm"]}, x)
+        features = [taps[i] for i in self.tap_layer_ids]
+        context = jnp.concatenate(features, axis=-1) if features else x[..., :0]
+        return TargetOutput(hidden=hidden, context_features=context, new_k=new_k, new_v=new_v)
+
+    def _scan(self, run_layer: Callable, x: jax.Array, layers: Params, taps: dict) -> tuple:
+        """Scans the stacked layers; taps are kept in the carry, one buffer of [M', R, W, D]."""
+        ids = jnp.array([i for i in self.tap_layer_ids if i >= 0], jnp.int32)
+        kept = jnp.zeros((len(ids), *x.shape), x.dtype)
+
+        def body(carry: tuple, inputs: tuple) -> tuple:
+            x, kept = carry
+            layer_params, layer = inputs
+            x, k, v = run_layer(x, layer_params, layer)
+            kept = jnp.where((ids == layer)[:, None, None, None], x, kept)
+            return (x, kept), (k, v)
+
+        steps = jnp.arange(self.config.num_hidden_layers)
+        (x, kept), (new_k, new_v) = jax.lax.scan(body, (x, kept), (layers, steps))
+        real = [i for i in self.tap_layer_ids if i >= 0]
+        return x, new_k, new_v, taps | {i: kept[n] for n, i in enumerate(real)}
+
+
+def split_layers(params: Params) -> Params:
+    """Stacked layers [L, ..] as a tuple of per-layer trees."""
+    layers = params["layers"]
+    count = jax.tree.leaves(layers)[0].shape[0]
+    return params | {"layers": tuple(jax.tree.map(lambda x: x[i], layers) for i in range(count))}
+
+
+def stack_layers(params: Params) -> Params:
+    """A tuple of per-layer trees as stacked layers [L, ..]."""
+    return params | {"layers": jax.tree.map(lambda *x: jnp.stack(x), *params["layers"])}

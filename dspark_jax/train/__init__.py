@@ -1,0 +1,1 @@
+"""Training of drafts against a frozen target."""

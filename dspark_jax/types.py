@@ -1,0 +1,80 @@
+"""The arrays that cross files, and the letters their shapes are written in.
+
+R requests in the round, S slots, T flat tokens, W rows per request in one forward, K block rows,
+V vocabulary, D model width, N query heads, G KV heads, H head width, F MLP width, L layers,
+M tapped layers, Q Markov rank, A anchors per sequence, E experts, C context capacity per slot,
+P pages, Z page size, B training batch.
+"""
+
+from typing import Any
+
+import flax.struct
+import jax
+
+Params = dict[str, Any]  # nested dict of arrays
+
+
+@flax.struct.dataclass
+class SharedHead:
+    """Embedding and LM head, owned by the target and used by the draft.
+
+    `target_ids` is i32[Vd] for a draft with a reduced output vocabulary: row i of `head` scores
+    target token target_ids[i]; `draft_ids` i32[V] is the inverse, Vd where there is no row.
+    """
+
+    embedding: jax.Array  # [V, D]
+    head: jax.Array  # [V, D], or [Vd, D] with `target_ids`
+    target_ids: jax.Array | None = None
+    draft_ids: jax.Array | None = None
+
+
+@flax.struct.dataclass
+class TargetOutput:
+    """What one target forward over W rows per request returns."""
+
+    hidden: jax.Array  # [R, W, D], after the final norm
+    context_features: jax.Array  # [R, W, M*D], residual stream after the tapped layers
+    new_k: jax.Array  # [L, R, W, G, H], rotated keys of the W rows, not yet in the cache
+    new_v: jax.Array  # [L, R, W, G, H]
+
+
+@flax.struct.dataclass
+class SamplingParams:
+    """Per-request sampling settings; neutral values switch a filter off."""
+
+    temperature: jax.Array  # f32[R]; 0 is greedy
+    top_k: jax.Array  # i32[R]; 0 is off
+    top_p: jax.Array  # f32[R]; 1 is off
+    min_p: jax.Array  # f32[R]; 0 is off
+    seed: jax.Array  # u32[R]
+
+
+@flax.struct.dataclass
+class Block:
+    """One drafted block, before anything is verified."""
+
+    draft_tokens: jax.Array  # i32[R, K], target vocabulary ids
+    draft_log_probs: jax.Array  # f32[R, K, Vd], q: what each draft was drawn from
+    draft_logits: jax.Array  # f32[R, K, Vd], bias included, before the warp
+    base_logits: jax.Array  # f32[R, K, Vd], before the Markov bias
+    block_hidden: jax.Array  # [R, K, D]
+    confidence_logits: jax.Array | None  # f32[R, K]; None without a confidence head
+
+
+@flax.struct.dataclass
+class AcceptResult:
+    """The outcome of verifying one block per request."""
+
+    accept_len: jax.Array  # i32[R], drafts accepted, 0..verify_len
+    bonus_token: jax.Array  # i32[R], the target's own token, next anchor
+
+
+@flax.struct.dataclass
+class RoundOutput:
+    """What the host learns from a round; row r is meaningless where the slot was inactive."""
+
+    tokens: jax.Array  # i32[R, K+1], accepted drafts then the bonus token
+    emit_len: jax.Array  # i32[R], accept_len + 1; 0 where inactive
+    accept_len: jax.Array  # i32[R]
+    verify_len: jax.Array  # i32[R]
+    confidence: jax.Array  # f32[R, K]; ones without a confidence head
