@@ -1,7 +1,7 @@
 """The arrays that cross files, and the letters their shapes are written in.
 
 R requests in the round, S slots, T flat tokens, W rows per request in one forward, K block rows,
-V vocabulary, D model width, N query heads, G KV heads, H head width, F MLP width, L layers,
+V vocabulary (Vd: a draft's reduced one), D model width, N query heads, G KV heads, H head width, F MLP width, L layers,
 M tapped layers, Q Markov rank, A anchors per sequence, E experts, C context capacity per slot,
 P pages, Z page size, B training batch.
 """
@@ -39,6 +39,26 @@ class TargetOutput:
 
 
 @flax.struct.dataclass
+class Packing:
+    """Rows of R requests laid out flat: request 0's rows, then request 1's, then padding.
+
+    `index` inverts it: index[r, w] is the flat row of request r's row w, T where there is none.
+    """
+
+    request: jax.Array  # i32[T], 0 for padding
+    offset: jax.Array  # i32[T], row within the request, 0 for padding
+    index: jax.Array  # i32[R, W]
+
+    def pack(self, rows: jax.Array) -> jax.Array:
+        """[R, W, ..] -> [T, ..]; padding repeats request 0's row 0."""
+        return rows[self.request, self.offset]
+
+    def unpack(self, flat: jax.Array) -> jax.Array:
+        """[T, ..] -> [R, W, ..], zeros where a request has no such row."""
+        return flat.at[self.index].get(mode="fill", fill_value=0)
+
+
+@flax.struct.dataclass
 class SamplingParams:
     """Per-request sampling settings; neutral values switch a filter off."""
 
@@ -67,6 +87,15 @@ class AcceptResult:
 
     accept_len: jax.Array  # i32[R], drafts accepted, 0..verify_len
     bonus_token: jax.Array  # i32[R], the target's own token, next anchor
+
+
+@flax.struct.dataclass
+class PairParams:
+    """Parameters of a target and its draft; the draft's shared head points into the target's."""
+
+    target: Params
+    draft: Params | None = None
+    shared: SharedHead | None = None
 
 
 @flax.struct.dataclass

@@ -130,7 +130,7 @@ def stored_tensors(
     """The inverse of `load_params`: a parameter tree as checkpoint tensors.
 
     Args:
-      params: the tree, on device or host.
+      params: the tree, on device or host; layers split or stacked.
       rules: as for `load_params`.
       dtype: type to store; None keeps each parameter's own.
 
@@ -139,12 +139,29 @@ def stored_tensors(
     """
     out = {}
     for rule in rules:
-        leaf = params
-        for part in rule.path:
-            leaf = leaf[part]
+        leaf = leaf_at(params, rule.path)
         value = np.asarray(leaf if dtype is None else jnp.asarray(leaf).astype(dtype))
         out.update(zip(rule.names, rule.unpack(value), strict=True))
     return out
+
+
+def leaf_at(params: Params, path: Path) -> jax.Array:
+    """The parameter at a rule's path, from a tree with split or stacked layers.
+
+    Args:
+      params: the tree.
+      path: of a `TensorRule`; an integer picks a layer.
+
+    Returns:
+      The array; of a stacked tree, that layer's part.
+    """
+    node, layer = params, None
+    for part in path:
+        if isinstance(part, int) and isinstance(node, Mapping):
+            layer = part
+        else:
+            node = node[part]
+    return node if layer is None else node[layer]
 
 
 def abstract_params(rules: Iterable[TensorRule], dtype: jnp.dtype) -> Params:

@@ -17,7 +17,8 @@ class TensorReader:
 
     Args:
       directory: holds `model.safetensors`, or shards with `model.safetensors.index.json`.
-      strip: prefixes removed from stored names, tried in order, as often as they match.
+      strip: prefixes removed from stored names, as often as one matches. What `torch.compile`
+        inserts (`_orig_mod.`) is removed wherever it stands.
 
     Raises:
       FileNotFoundError: no weights, or a shard named by the index is missing.
@@ -26,15 +27,19 @@ class TensorReader:
 
     def __init__(self, directory: str | Path, *, strip: tuple[str, ...] = ()):
         self.directory = Path(directory)
-        self._files = {}  # our name -> (file, stored name)
+        self._files = {}  # our name -> (file, stored name, path)
         for path in _weight_files(self.directory):
             file = _open(path)
             for stored in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
-                name = stored
-                for prefix in strip:
-                    name = name.removeprefix(prefix)
+                name = stored.replace("_orig_mod.", "")
+                while any(name.startswith(prefix) for prefix in strip):
+                    for prefix in strip:
+                        name = name.removeprefix(prefix)
                 if name in self._files:
-                    raise ValueError(f"tensor {name} occurs twice in {self.directory}.")
+                    raise ValueError(
+                        f"tensor {name} occurs twice in {self.directory} (the second as {stored} "
+                        f"in {path.name}); remove one of them."
+                    )
                 self._files[name] = (file, stored, path)
 
     def names(self) -> set[str]:
@@ -63,6 +68,20 @@ class TensorReader:
             return file.get_tensor(stored)
         except SafetensorError as error:
             raise ValueError(f"{path}: cannot read {stored} ({error}).") from error
+
+    def read_rows(self, name: str, rows: np.ndarray) -> np.ndarray:
+        """Some rows of one tensor, without reading the rest.
+
+        Args:
+          name: the tensor.
+          rows: i64[n], indices into its first axis.
+
+        Returns:
+          [n, ..], in the stored type.
+        """
+        file, stored, _ = self._files[name]
+        part = file.get_slice(stored)
+        return np.concatenate([part[int(row) : int(row) + 1] for row in rows])
 
 
 def save_tensors(path: str | Path, tensors: Mapping[str, np.ndarray]) -> None:

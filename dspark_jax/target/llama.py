@@ -6,6 +6,7 @@ The maths is the same; `stack_layers` and `split_layers` convert.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import flax.linen as nn
@@ -24,7 +25,7 @@ from dspark_jax.layers import (
     score_vocabulary,
 )
 from dspark_jax.moe import MoeMlp
-from dspark_jax.types import Params, SharedHead, TargetOutput
+from dspark_jax.types import Packing, Params, SharedHead, TargetOutput
 
 AttendFn = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -149,20 +150,69 @@ class LlamaTarget:
         Returns:
           Hidden states, context features and the rows' K/V (to be stored by `write_rows`).
         """
+        positions = cache_len[:, None] + jnp.arange(tokens.shape[1])
+
+        def attend_fn(layer: jax.Array | int, q: jax.Array, k: jax.Array, v: jax.Array):
+            return attend(
+                q, k, v, cache, layer,
+                first_slot=first_slot, cache_len=cache_len, causal=True, scale=self._scale,
+            )  # fmt: skip
+
+        return self._run(params, tokens, positions, attend_fn)
+
+    def forward_packed(
+        self,
+        params: Params,
+        tokens: jax.Array,
+        cache: KVCache,
+        packing: Packing,
+        *,
+        cache_len: jax.Array,
+    ) -> TargetOutput:
+        """Runs T flat rows that belong to R requests; every matmul costs T rows, not R*W.
+
+        Args:
+          params: tree of `init`.
+          tokens: i32[T].
+          cache: KVCache [L, S, G, C, H], read only; request r uses slot r.
+          packing: which request and row each flat row is.
+          cache_len: i32[R], rows already cached.
+
+        Returns:
+          As `forward`: hidden [1, T, D] and context features stay flat, new K/V are [L, R, W, G, H]
+          with zeros where a request has no such row.
+        """
+        positions = cache_len[packing.request] + packing.offset
+
+        def attend_fn(layer: jax.Array | int, q: jax.Array, k: jax.Array, v: jax.Array):
+            q, k, v = (packing.unpack(x[0]) for x in (q, k, v))
+            out = attend(
+                q, k, v, cache, layer,
+                first_slot=0, cache_len=cache_len, causal=True, scale=self._scale,
+            )  # fmt: skip
+            return packing.pack(out)[None]
+
+        out = self._run(params, tokens[None], positions[None], attend_fn)
+        unpack_layers = jax.vmap(packing.unpack)
+        return out.replace(
+            new_k=unpack_layers(out.new_k[:, 0]), new_v=unpack_layers(out.new_v[:, 0])
+        )
+
+    @property
+    def _scale(self) -> float:
+        return self.config.head_dim**-0.5
+
+    def _run(
+        self, params: Params, tokens: jax.Array, positions: jax.Array, attend_fn: Callable
+    ) -> TargetOutput:
         cfg = self.config
         x = params["embedding"][tokens]
-        positions = cache_len[:, None] + jnp.arange(tokens.shape[1])
         angles = rope_angles(cfg.rope, cfg.head_dim, positions)
-        scale = cfg.head_dim**-0.5
 
         def run_layer(x: jax.Array, layer_params: Params, layer: jax.Array | int) -> tuple:
-            def attend_fn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-                return attend(
-                    q, k, v, cache, layer,
-                    first_slot=first_slot, cache_len=cache_len, causal=True, scale=scale,
-                )  # fmt: skip
-
-            return DecoderLayer(cfg).apply({"params": layer_params}, x, angles, attend_fn)
+            return DecoderLayer(cfg).apply(
+                {"params": layer_params}, x, angles, functools.partial(attend_fn, layer)
+            )
 
         taps = {-1: x} if -1 in self.tap_layer_ids else {}
         if isinstance(params["layers"], dict):

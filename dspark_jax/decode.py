@@ -1,0 +1,467 @@
+"""The compiled programs of decoding: prefill, the plain step, and the DSpark round.
+
+A round is propose -> schedule -> verify -> accept -> commit in one program. Everything a slot
+needs between rounds lives in `DecodeState`, which is donated: caches are updated in place.
+
+The anchor is the last committed token; the target has KV, and the draft has context, for the
+rows before it and no others. A prompt of P tokens therefore prefills P - 1 rows, and its last
+token is the first anchor.
+"""
+
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from dspark_jax.draft.dense import DenseDraft
+from dspark_jax.draft.propose import propose
+from dspark_jax.kv_cache import KVCache, write_rows
+from dspark_jax.sampling import (
+    Purpose,
+    any_sampled,
+    gumbel,
+    position_keys,
+    round_keys,
+    sample_plain,
+    warp,
+)
+from dspark_jax.schedule import ScheduleConfig, schedule_prefixes
+from dspark_jax.target.llama import LlamaTarget
+from dspark_jax.types import (
+    AcceptResult,
+    Block,
+    Packing,
+    PairParams,
+    RoundOutput,
+    SamplingParams,
+    SharedHead,
+)
+from dspark_jax.verify import accept_coupled, accept_standard
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decoder:
+    """What is static about decoding: the models, the policy and the verification rule.
+
+    Attributes:
+      target: taps the draft's layers when there is a draft.
+      draft: None decodes plainly.
+      schedule: the scheduling policy.
+      rejection_sample_method: "standard" or "coupled".
+    """
+
+    target: LlamaTarget
+    draft: DenseDraft | None = None
+    schedule: ScheduleConfig = ScheduleConfig()
+    rejection_sample_method: str = "standard"
+
+    def __post_init__(self):
+        self.schedule.check_lossless(self.rejection_sample_method)
+        if self.draft and self.target.tap_layer_ids != self.draft.config.target_layer_ids:
+            raise ValueError(
+                f"the target taps layers {self.target.tap_layer_ids}, but the draft reads "
+                f"{self.draft.config.target_layer_ids}; build the target with the draft's ids."
+            )
+
+    @property
+    def num_drafts(self) -> int:
+        """K, drafts per round; 0 without a draft."""
+        return self.draft.config.num_drafts if self.draft else 0
+
+
+@flax.struct.dataclass
+class DecodeState:
+    """Everything about S slots that lives on the device between rounds."""
+
+    target_kv: KVCache
+    context_kv: KVCache | None  # the draft's view of the context
+    anchor: jax.Array  # i32[S], last committed token
+    anchor_pos: jax.Array  # i32[S], its position = valid rows in both caches
+    round_index: jax.Array  # i32[S], rounds run by the request
+    remaining: jax.Array  # i32[S], tokens still wanted
+    active: jax.Array  # bool[S]
+    sampling: SamplingParams  # [S]
+
+
+def init_state(decoder: Decoder, slots: int, capacity: int, dtype: jnp.dtype) -> DecodeState:
+    """Empty slots.
+
+    Args:
+      decoder: the models.
+      slots: S.
+      capacity: C, tokens per slot, prompt and answer together.
+      dtype: type of the caches.
+
+    Returns:
+      A state with no active slot.
+    """
+    draft = decoder.draft
+
+    def ints() -> jax.Array:  # a buffer each: donating one array twice is an error
+        return jnp.zeros(slots, jnp.int32)
+
+    def floats() -> jax.Array:
+        return jnp.zeros(slots, jnp.float32)
+
+    return DecodeState(
+        target_kv=decoder.target.make_cache(slots, capacity, dtype),
+        context_kv=draft.make_cache(slots, capacity, dtype) if draft else None,
+        anchor=ints(),
+        anchor_pos=ints(),
+        round_index=ints(),
+        remaining=ints(),
+        active=jnp.zeros(slots, bool),
+        sampling=SamplingParams(
+            temperature=floats(), top_k=ints(), top_p=floats() + 1, min_p=floats(),
+            seed=jnp.zeros(slots, jnp.uint32),
+        ),
+    )  # fmt: skip
+
+
+def prefill(
+    decoder: Decoder,
+    params: PairParams,
+    state: DecodeState,
+    slot: jax.Array,
+    tokens: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+) -> DecodeState:
+    """Runs a chunk of one prompt: target KV and draft context for its rows.
+
+    Args:
+      decoder: the models.
+      params: their parameters.
+      state: donated.
+      slot: i32[], which slot.
+      tokens: i32[W], the chunk, padded.
+      start: i32[], position of its first token = rows already in the slot.
+      count: i32[], real tokens in the chunk, 0..W.
+
+    Returns:
+      The state with rows start .. start+count-1 written.
+    """
+    begin, rows = start[None], count[None]
+    out = decoder.target.forward(
+        params.target, tokens[None], state.target_kv, cache_len=begin, first_slot=slot
+    )
+    target_kv = write_rows(
+        state.target_kv, out.new_k, out.new_v, first_slot=slot, start=begin, count=rows
+    )
+    if decoder.draft is None:
+        return state.replace(target_kv=target_kv)
+    positions = (start + jnp.arange(tokens.shape[0]))[None]
+    k, v = decoder.draft.context_kv(params.draft, out.context_features, positions)
+    context_kv = write_rows(
+        state.context_kv, k, v, first_slot=slot, start=begin, count=rows
+    )
+    return state.replace(target_kv=target_kv, context_kv=context_kv)
+
+
+def admit(
+    state: DecodeState,
+    slot: jax.Array,
+    anchor: jax.Array,
+    anchor_pos: jax.Array,
+    remaining: jax.Array,
+    sampling: SamplingParams,
+) -> DecodeState:
+    """Makes a prefilled slot take part in rounds.
+
+    Args:
+      state: donated.
+      slot: i32[].
+      anchor: i32[], last token of the prompt.
+      anchor_pos: i32[], its position.
+      remaining: i32[], tokens to generate, at least 1.
+      sampling: scalars for this request.
+
+    Returns:
+      The state with the slot active and its counters fresh.
+    """
+    return state.replace(
+        anchor=state.anchor.at[slot].set(anchor),
+        anchor_pos=state.anchor_pos.at[slot].set(anchor_pos),
+        round_index=state.round_index.at[slot].set(0),
+        remaining=state.remaining.at[slot].set(remaining),
+        active=state.active.at[slot].set(True),
+        sampling=jax.tree.map(lambda all_, one: all_.at[slot].set(one), state.sampling, sampling),
+    )
+
+
+def release(state: DecodeState, slot: jax.Array) -> DecodeState:
+    """Takes a slot out of the rounds; its cache rows are dead at once."""
+    return state.replace(active=state.active.at[slot].set(False))
+
+
+def plain_step(
+    decoder: Decoder, params: PairParams, state: DecodeState, rows: int
+) -> tuple[DecodeState, RoundOutput]:
+    """One token per request from the target alone: the twin every round is compared with.
+
+    Args:
+      decoder: `draft` may be set; it is not used and its context is not written.
+      params: parameters.
+      state: donated.
+      rows: static R; slots 0..R-1 take part.
+
+    Returns:
+      The state one token further, and the tokens with emit_len 1 where active.
+    """
+    view = _Slots.of(state, rows)
+    out = decoder.target.forward(
+        params.target, view.anchor[:, None], state.target_kv, cache_len=view.anchor_pos
+    )
+    logits = decoder.target.logits(params.target, out.hidden[:, 0])
+    token = sample_plain(logits, view.sampling, view.anchor_pos + 1)
+    zeros = jnp.zeros_like(token)
+    result = AcceptResult(accept_len=zeros, bonus_token=token)
+    target_kv = write_rows(
+        state.target_kv, out.new_k, out.new_v,
+        first_slot=0, start=view.anchor_pos, count=view.active.astype(jnp.int32),
+    )  # fmt: skip
+    state = _commit(state.replace(target_kv=target_kv), view, result)
+    output = RoundOutput(
+        tokens=token[:, None], emit_len=view.active.astype(jnp.int32), accept_len=zeros,
+        verify_len=zeros, confidence=jnp.ones((rows, 0)),
+    )  # fmt: skip
+    return state, output
+
+
+def decode_round(
+    decoder: Decoder,
+    params: PairParams,
+    state: DecodeState,
+    steps_per_s: jax.Array,
+    rows: int,
+    buckets: tuple[int, ...],
+) -> tuple[DecodeState, RoundOutput]:
+    """One DSpark round for slots 0..R-1.
+
+    Args:
+      decoder: models with a draft.
+      params: parameters.
+      state: donated.
+      steps_per_s: f32[R*(K+1)+1], SPS by verified rows, for the policies that use it.
+      rows: static R.
+      buckets: static, increasing numbers of flat rows to compile; the last is R*(K+1). The
+        smallest that holds the schedule is run, so rows that are not scheduled are not computed.
+
+    Returns:
+      The state 1..K+1 tokens further, and what was emitted.
+    """
+    view = _Slots.of(state, rows)
+    coupled = decoder.rejection_sample_method == "coupled"
+    block = propose(
+        decoder.draft, params.draft, params.shared, state.context_kv,
+        anchor=view.anchor, anchor_pos=view.anchor_pos, round_index=view.round_index,
+        sampling=view.sampling, coupled=coupled,
+    )  # fmt: skip
+    with jax.named_scope("schedule"):
+        room = state.target_kv.capacity - 1 - view.anchor_pos
+        limit = jnp.clip(jnp.minimum(view.remaining - 1, room), 0, decoder.num_drafts)
+        confidence = jnp.ones(block.draft_tokens.shape)
+        if block.confidence_logits is not None:
+            confidence = jax.nn.sigmoid(block.confidence_logits)
+        verify_len = schedule_prefixes(
+            confidence, limit, view.active, steps_per_s, decoder.schedule
+        )
+    with jax.named_scope("target.verify"):
+        verified = _verify(decoder, params, state.target_kv, view, block, verify_len, buckets)
+    with jax.named_scope("accept"):
+        result = _accept(view, block, verified.logits, verify_len, params.shared, coupled)
+    with jax.named_scope("commit"):
+        kept = jnp.where(view.active, result.accept_len + 1, 0)
+        target_kv = write_rows(
+            state.target_kv, verified.new_k, verified.new_v,
+            first_slot=0, start=view.anchor_pos, count=kept,
+        )  # fmt: skip
+        positions = view.anchor_pos[:, None] + jnp.arange(decoder.num_drafts + 1)
+        k, v = decoder.draft.context_kv(params.draft, verified.context_features, positions)
+        context_kv = write_rows(
+            state.context_kv, k, v, first_slot=0, start=view.anchor_pos, count=kept
+        )
+        state = state.replace(target_kv=target_kv, context_kv=context_kv)
+        state = _commit(state, view, result)
+    offset = jnp.arange(decoder.num_drafts + 1)
+    drafts = jnp.pad(block.draft_tokens, ((0, 0), (0, 1)))
+    tokens = jnp.where(
+        offset == result.accept_len[:, None], result.bonus_token[:, None], drafts
+    )
+    return state, RoundOutput(
+        tokens=tokens, emit_len=kept, accept_len=result.accept_len, verify_len=verify_len,
+        confidence=confidence,
+    )  # fmt: skip
+
+
+@flax.struct.dataclass
+class _Slots:
+    """The per-slot fields of slots 0..R-1; idle slots look empty."""
+
+    anchor: jax.Array
+    anchor_pos: jax.Array
+    round_index: jax.Array
+    remaining: jax.Array
+    active: jax.Array
+    sampling: SamplingParams
+
+    @classmethod
+    def of(cls, state: DecodeState, rows: int) -> "_Slots":
+        active = state.active[:rows]
+        sampling = jax.tree.map(lambda x: x[:rows], state.sampling)
+        return cls(
+            anchor=state.anchor[:rows],
+            anchor_pos=jnp.where(active, state.anchor_pos[:rows], 0),
+            round_index=state.round_index[:rows],
+            remaining=state.remaining[:rows],
+            active=active,
+            sampling=sampling.replace(temperature=jnp.where(active, sampling.temperature, 0.0)),
+        )
+
+
+@flax.struct.dataclass
+class _Verified:
+    """The target's answer on the scheduled rows, back in [R, W] form (W = K + 1)."""
+
+    logits: jax.Array  # f32[R, W, V]
+    context_features: jax.Array  # [R, W, M*D]
+    new_k: jax.Array  # [L, R, W, G, H]
+    new_v: jax.Array
+
+
+def pack_rows(verify_len: jax.Array, active: jax.Array, width: int, total: int) -> Packing:
+    """Lays the scheduled rows of all requests end to end.
+
+    Args:
+      verify_len: i32[R]; an active request has 1 + verify_len rows (the anchor's first).
+      active: bool[R].
+      width: W = K + 1.
+      total: T, flat rows; at least the number scheduled.
+
+    Returns:
+      The packing.
+    """
+    rows = jnp.where(active, verify_len + 1, 0)
+    ends = jnp.cumsum(rows)
+    flat = jnp.arange(total)
+    request = jnp.searchsorted(ends, flat, side="right").astype(jnp.int32)
+    real = flat < ends[-1]
+    request = jnp.where(real, request, 0)
+    starts = ends - rows
+    offset = jnp.arange(width)
+    index = jnp.where(offset < rows[:, None], starts[:, None] + offset, total)
+    return Packing(
+        request=request,
+        offset=jnp.where(real, flat - starts[request], 0).astype(jnp.int32),
+        index=index,
+    )
+
+
+def _verify(
+    decoder: Decoder,
+    params: PairParams,
+    cache: KVCache,
+    view: _Slots,
+    block: Block,
+    verify_len: jax.Array,
+    buckets: tuple[int, ...],
+) -> _Verified:
+    """Runs the smallest compiled bucket that holds the schedule; branches only read the cache."""
+    width = decoder.num_drafts + 1
+    tokens = jnp.concatenate([view.anchor[:, None], block.draft_tokens], axis=1)
+
+    def run(total: int) -> _Verified:
+        packing = pack_rows(verify_len, view.active, width, total)
+        out = decoder.target.forward_packed(
+            params.target, packing.pack(tokens), cache, packing, cache_len=view.anchor_pos
+        )
+        return _Verified(
+            logits=packing.unpack(decoder.target.logits(params.target, out.hidden[0])),
+            context_features=packing.unpack(out.context_features[0]),
+            new_k=out.new_k,
+            new_v=out.new_v,
+        )
+
+    scheduled = jnp.where(view.active, verify_len + 1, 0).sum()
+    choice = jnp.searchsorted(jnp.array(buckets), scheduled)
+    return jax.lax.switch(choice, [lambda total=total: run(total) for total in buckets])
+
+
+def _accept(
+    view: _Slots,
+    block: Block,
+    target_logits: jax.Array,
+    verify_len: jax.Array,
+    shared: SharedHead,
+    coupled: bool,
+) -> AcceptResult:
+    """Applies the verification rule; a batch without sampling only compares argmaxes."""
+    requests, width, vocab = target_logits.shape
+    sampling = view.sampling
+
+    def greedy() -> AcceptResult:
+        best = jnp.argmax(target_logits, axis=-1).astype(jnp.int32)
+        return accept_coupled(block.draft_tokens, best, verify_len)
+
+    def sampled_coupled() -> AcceptResult:
+        target_log_probs = warp(target_logits, sampling)
+
+        def row(w: jax.Array) -> jax.Array:
+            keys = position_keys(sampling.seed, view.anchor_pos + 1 + w)
+            return jnp.argmax(target_log_probs[:, w] + gumbel(keys, vocab), axis=-1)
+
+        tokens = jax.lax.map(row, jnp.arange(width)).T.astype(jnp.int32)
+        return accept_coupled(block.draft_tokens, tokens, verify_len)
+
+    def sampled_standard() -> AcceptResult:
+        target_log_probs = warp(target_logits, sampling)
+        draft_log_probs = expand_vocabulary(block.draft_log_probs, shared)
+
+        def uniforms(k: jax.Array) -> jax.Array:
+            keys = round_keys(
+                sampling.seed, view.round_index, view.anchor_pos + 1 + k, Purpose.ACCEPT
+            )
+            return jax.vmap(jax.random.uniform)(keys)
+
+        u = jnp.stack([uniforms(k) for k in range(width - 1)], axis=1)
+        keys = round_keys(
+            sampling.seed, view.round_index, view.anchor_pos, Purpose.RESIDUAL
+        )
+        return accept_standard(
+            block.draft_tokens, draft_log_probs, target_log_probs, verify_len, u,
+            gumbel(keys, vocab),
+        )  # fmt: skip
+
+    sampled = sampled_coupled if coupled else sampled_standard
+    return jax.lax.cond(any_sampled(sampling), sampled, greedy)
+
+
+def expand_vocabulary(log_probs: jax.Array, shared: SharedHead) -> jax.Array:
+    """Draft log-probabilities over the target's vocabulary, -inf for tokens it cannot propose.
+
+    Args:
+      log_probs: f32[.., Vd].
+      shared: with `draft_ids` when the draft's vocabulary is reduced.
+
+    Returns:
+      f32[.., V].
+    """
+    if shared.draft_ids is None:
+        return log_probs
+    return log_probs.at[..., shared.draft_ids].get(mode="fill", fill_value=-jnp.inf)
+
+
+def _commit(state: DecodeState, view: _Slots, result: AcceptResult) -> DecodeState:
+    """Moves the slots past what was emitted; a request that got all its tokens goes idle."""
+    rows = view.anchor.shape[0]
+    emitted = jnp.where(view.active, result.accept_len + 1, 0)
+    anchor = jnp.where(view.active, result.bonus_token, view.anchor)
+    remaining = jnp.maximum(view.remaining - emitted, 0)
+    return state.replace(
+        anchor=state.anchor.at[:rows].set(anchor),
+        anchor_pos=state.anchor_pos.at[:rows].add(emitted),
+        round_index=state.round_index.at[:rows].add(view.active),
+        remaining=state.remaining.at[:rows].set(remaining),
+        active=state.active.at[:rows].set(view.active & (remaining > 0)),
+    )
