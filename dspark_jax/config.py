@@ -71,15 +71,16 @@ class RopeConfig:
             raise ValueError(
                 f"partial_rotary_factor={partial} is not supported; expected 1.0 for this family."
             )
-        original = params.get("original_max_position_embeddings")
-        if original is None:
-            original = hf.get("max_position_embeddings", 8192)
+        kind = params.get("rope_type") or "default"
         keys = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
         known = {k: float(params[k]) for k in keys if params.get(k) is not None}
+        if kind in ("llama3", "yarn"):
+            original = params.get("original_max_position_embeddings")
+            original = hf.get("max_position_embeddings", 8192) if original is None else original
+            known["original_max_position_embeddings"] = int(original)
         return cls(
             rope_theta=float(theta),
-            rope_type=params.get("rope_type") or "default",
-            original_max_position_embeddings=int(original),
+            rope_type=kind,
             attention_factor=params.get("attention_factor"),
             interleaved=not hf.get("rope_is_neox_style", True),
             **known,

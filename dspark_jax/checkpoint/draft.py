@@ -1,9 +1,208 @@
-"""Dense draft checkpoints in DeepSpec's layout."""
+"""Dense draft checkpoints: DeepSpec, speculators and SpecForge layouts in, DeepSpec's out."""
 
+import json
+import os
+import shutil
+from pathlib import Path
+
+import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.checkpoint.rules import TensorRule, paired, reshaped, same
-from dspark_jax.config import DraftConfig
+from dspark_jax.checkpoint.draft_layouts import deepspec_config_json, read_draft_config
+from dspark_jax.checkpoint.draft_vocab import (
+    EMBEDDING,
+    HEAD,
+    SHARED_NAMES,
+    share_head,
+    vocabulary_tensors,
+)
+from dspark_jax.checkpoint.fingerprint import FINGERPRINT_KEY, TargetFingerprint
+from dspark_jax.checkpoint.rules import (
+    TensorRule,
+    load_params,
+    paired,
+    reshaped,
+    same,
+    stored_tensors,
+)
+from dspark_jax.checkpoint.safetensors import TensorReader, save_tensors
+from dspark_jax.config import DraftConfig, TargetConfig, read_config_json
+from dspark_jax.types import Params, SharedHead
+
+_CONFIDENCE = "confidence_head.proj."
+_FILES = {"config.json", "model.safetensors"}
+
+
+def load_draft(
+    directory: str | Path,
+    target_config: TargetConfig,
+    shared: SharedHead,
+    *,
+    dtype: jnp.dtype = jnp.float32,
+    fingerprint: TargetFingerprint | None = None,
+) -> tuple[DraftConfig, Params, SharedHead]:
+    """Loads a dense draft for a target.
+
+    Args:
+      directory: `config.json` and safetensors, single or sharded, in the layout of DeepSpec,
+        speculators or SpecForge.
+      target_config: the target's architecture.
+      shared: embedding [V, D] and LM head [V, D] of the target (`LlamaTarget.shared_head`).
+      dtype: float32 or bfloat16, type of the draft's parameters.
+      fingerprint: of the target; compared with the one the draft was saved with, if it has one.
+
+    Returns:
+      The config, the parameters of `DenseDraft`, and the head to use with them: the target's own
+      arrays, or its rows for a reduced vocabulary.
+
+    Raises:
+      FileNotFoundError: files are missing.
+      ValueError: the layout is unknown, tensors are missing, left over or of another shape or
+        type, or the draft was made for another target.
+    """
+    hf = read_config_json(directory)
+    reader = TensorReader(directory, strip=("module.", "model."))
+    config = read_draft_config(hf, reader)
+    if FINGERPRINT_KEY in hf:
+        trained_for = TargetFingerprint.from_json(hf[FINGERPRINT_KEY])
+        _check_fingerprint(directory, trained_for, target_config, fingerprint)
+    check_target(config, target_config)
+    rules = draft_rules(config)
+    names = reader.names()
+    biasless = _CONFIDENCE + "weight" in names and _CONFIDENCE + "bias" not in names
+    if biasless:
+        rules = [rule for rule in rules if rule.path != ("confidence", "bias")]
+    buffers = tuple(name for name in names if name.endswith("rotary_emb.inv_freq"))
+    params = load_params(reader, rules, dtype=dtype, ignore=SHARED_NAMES + buffers, what="draft")
+    if biasless and config.enable_confidence_head:
+        params["confidence"]["bias"] = jnp.zeros((), dtype)
+    return config, params, share_head(reader, config, shared)
+
+
+def check_target(config: DraftConfig, target: TargetConfig) -> None:
+    """Refuses a draft whose shapes or tapped layers do not fit a target.
+
+    Args:
+      config: the draft's architecture.
+      target: the target's architecture.
+
+    Raises:
+      ValueError: vocabulary, width or number of layers differ, or a tapped layer is the target's
+        last (there references disagree whether the final norm is applied) or beyond it.
+    """
+    pairs = {
+        "vocab_size": (config.vocab_size, target.vocab_size),
+        "hidden_size": (config.hidden_size, target.hidden_size),
+        "num_target_layers": (
+            config.num_target_layers or target.num_hidden_layers, target.num_hidden_layers,
+        ),
+    }  # fmt: skip
+    for name, (got, expected) in pairs.items():
+        if got != expected:
+            raise ValueError(
+                f"this draft was made for another target: {name}={got}, but the target has "
+                f"{expected}. Load the target it was trained for, or a draft of this target."
+            )
+    last = target.num_hidden_layers - 1
+    if config.target_layer_ids[-1] >= last:
+        raise ValueError(
+            f"target_layer_ids={list(config.target_layer_ids)} taps layer "
+            f"{config.target_layer_ids[-1]}, but this target's last is {last}; expected layers "
+            f"-1..{last - 1}. The last one is refused because references disagree whether its "
+            "output is taken before or after the final norm: train with earlier layers."
+        )
+
+
+def save_draft(
+    directory: str | Path,
+    config: DraftConfig,
+    params: Params,
+    *,
+    dtype: jnp.dtype = jnp.float32,
+    include_frozen: SharedHead | None = None,
+    fingerprint: TargetFingerprint | None = None,
+) -> None:
+    """Writes a draft in DeepSpec's layout, whole or not at all.
+
+    Args:
+      directory: where to; missing parents are made, an earlier draft there is replaced.
+      config: the draft's architecture.
+      params: its parameters.
+      dtype: float32 or bfloat16, type of the stored weights.
+      include_frozen: the head the draft runs with. Its embedding and head are stored too, as
+        other engines want; with a reduced vocabulary it is needed for the token map.
+      fingerprint: of the target the draft was trained for, checked when it is loaded.
+
+    Raises:
+      ValueError: the draft has a reduced vocabulary and no map was given.
+      FileExistsError: the directory holds something else than a draft.
+      OSError: the disk is full or not writable; an earlier draft stays as it was.
+    """
+    directory = Path(directory).resolve()
+    if directory.exists() and {path.name for path in directory.iterdir()} - _FILES:
+        raise FileExistsError(
+            f"{directory} holds other files than a draft's {sorted(_FILES)}; choose a new "
+            "directory, or empty this one."
+        )
+    hf = deepspec_config_json(config, dtype=jnp.dtype(dtype).name)
+    tensors = stored_tensors(params, draft_rules(config), dtype)
+    if fingerprint is not None:
+        hf["num_target_layers"] = fingerprint.num_hidden_layers
+        hf[FINGERPRINT_KEY] = fingerprint.to_json()
+    if config.draft_vocab_size is not None:
+        if include_frozen is None or include_frozen.target_ids is None:
+            raise ValueError(
+                f"a draft with draft_vocab_size={config.draft_vocab_size} needs its token map; "
+                "pass the SharedHead it was loaded with as include_frozen."
+            )
+        tensors |= vocabulary_tensors(include_frozen)
+    if include_frozen is not None:
+        tensors[EMBEDDING] = np.asarray(include_frozen.embedding.astype(dtype))
+        tensors[HEAD] = np.asarray(include_frozen.head.astype(dtype))
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    partial = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
+    try:
+        partial.mkdir()
+        save_tensors(partial / "model.safetensors", tensors)
+        text = json.dumps(hf, indent=2) + "\n"
+        (partial / "config.json").write_text(text, encoding="utf-8")
+        _move_into_place(partial, directory)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _move_into_place(new: Path, directory: Path) -> None:
+    """Renames `new` to `directory`, keeping what was there until that has worked."""
+    old = directory.with_name(f".{directory.name}.{os.getpid()}.old")
+    if directory.exists():
+        directory.rename(old)
+    try:
+        new.rename(directory)
+    except OSError:
+        if old.exists():
+            old.rename(directory)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _check_fingerprint(
+    directory: str | Path,
+    trained_for: TargetFingerprint,
+    target: TargetConfig,
+    given: TargetFingerprint | None,
+) -> None:
+    sizes = ("vocab_size", "hidden_size", "num_hidden_layers")
+    differing = [x for x in sizes if getattr(trained_for, x) != getattr(target, x)]
+    if differing or (given is not None and not trained_for.matches(given)):
+        got = given.name if given is not None else target.model_type
+        digests = "" if given is None else f" (sha256 {given.sha256[:12]}..)"
+        because = f"; {', '.join(differing)} differ" if differing else ""
+        raise ValueError(
+            f"draft {directory} was trained for target {trained_for.name!r} (sha256 "
+            f"{trained_for.sha256[:12]}..), but this target is {got!r}{digests}{because}. Load "
+            f"that target, or remove {FINGERPRINT_KEY} from the draft's config.json to go on "
+            "(the text stays right, few drafts will be accepted)."
+        )
 
 
 def draft_rules(config: DraftConfig) -> list[TensorRule]:
@@ -30,10 +229,10 @@ def draft_rules(config: DraftConfig) -> list[TensorRule]:
         rules += _markov_rules(config)
     if config.enable_confidence_head:
         size = width + (rank if config.confidence_head_with_markov else 0)
-        name = "confidence_head.proj."
+        bias = _CONFIDENCE + "bias"
         rules += [
-            reshaped(("confidence", "weight"), name + "weight", (1, size), (size,)),
-            reshaped(("confidence", "bias"), name + "bias", (1,), (), transpose=False),
+            reshaped(("confidence", "weight"), _CONFIDENCE + "weight", (1, size), (size,)),
+            reshaped(("confidence", "bias"), bias, (1,), (), transpose=False),
         ]
     return rules
 
