@@ -36,6 +36,7 @@ from dspark_jax.types import (
     RoundOutput,
     SamplingParams,
     SharedHead,
+    TargetOutput,
 )
 from dspark_jax.verify import accept_coupled, accept_standard
 
@@ -142,10 +143,11 @@ def prefill(
     Returns:
       The state with rows start .. start+count-1 written.
     """
-    begin, rows = start[None], count[None]
+    begin = start[None]
     out = decoder.target.forward(
         params.target, tokens[None], state.target_kv, cache_len=begin, first_slot=slot
     )
+    rows = _after_reading(count[None], out)
     target_kv = write_rows(
         state.target_kv, out.new_k, out.new_v, first_slot=slot, start=begin, count=rows
     )
@@ -219,7 +221,8 @@ def plain_step(
     result = AcceptResult(accept_len=zeros, bonus_token=token)
     target_kv = write_rows(
         state.target_kv, out.new_k, out.new_v,
-        first_slot=0, start=view.anchor_pos, count=view.active.astype(jnp.int32),
+        first_slot=0, start=view.anchor_pos,
+        count=_after_reading(view.active.astype(jnp.int32), out),
     )  # fmt: skip
     state = _commit(state.replace(target_kv=target_kv), view, result)
     output = RoundOutput(
@@ -450,6 +453,15 @@ def expand_vocabulary(log_probs: jax.Array, shared: SharedHead) -> jax.Array:
     if shared.draft_ids is None:
         return log_probs
     return log_probs.at[..., shared.draft_ids].get(mode="fill", fill_value=-jnp.inf)
+
+
+def _after_reading(count: jax.Array, out: TargetOutput) -> jax.Array:
+    """`count` i32[R], made to depend on the end of the forward.
+
+    The last layer's K/V are known before its attention has read the cache; stored that early they
+    would cost a copy of the whole cache. (A NaN here means broken weights: nothing is stored.)
+    """
+    return jnp.where(jnp.isnan(out.hidden[:, 0, 0]), 0, count)
 
 
 def _commit(state: DecodeState, view: _Slots, result: AcceptResult) -> DecodeState:

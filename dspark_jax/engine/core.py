@@ -1,0 +1,254 @@
+"""The engine: waiting requests, slots, and one step of the host loop.
+
+It is synchronous and single-threaded: `step` does one prefill chunk and one round, and returns
+what every request gained. Who calls it, and who waits for what, is the server's business.
+"""
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable, Iterable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dspark_jax.decode import Decoder
+from dspark_jax.engine.programs import Programs
+from dspark_jax.engine.requests import Emission, FinishReason, Request, RequestError, Sequence
+from dspark_jax.tokenizer import Tokenizer
+from dspark_jax.types import PairParams, RoundOutput, SamplingParams
+
+
+@dataclasses.dataclass
+class Counters:
+    """Totals since the engine started, under the names vLLM users know."""
+
+    num_drafts: int  # request-rounds with a draft
+    num_draft_tokens: int  # drafts verified
+    num_accepted_tokens: int
+    num_accepted_tokens_per_pos: list[int]
+    num_draft_tokens_per_pos: list[int]
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    rounds: int = 0  # programs run
+    finished: int = 0
+
+    @classmethod
+    def zero(cls, num_drafts: int) -> "Counters":
+        """Counters for blocks of `num_drafts` drafts."""
+        return cls(0, 0, 0, [0] * num_drafts, [0] * num_drafts)
+
+    @property
+    def acceptance_length(self) -> float:
+        """tau: mean tokens per request and round, the target's own included; 0 before any."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0
+
+
+class Engine:
+    """Serves requests on a fixed number of slots.
+
+    Args:
+      decoder: the models and the rules.
+      params: their parameters.
+      slots: requests decoded together.
+      capacity: tokens per slot, prompt and answer.
+      dtype: type of the caches.
+      tokenizer: for text and stop strings; None serves token ids only.
+      progress: told what is being compiled.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        params: PairParams,
+        *,
+        slots: int,
+        capacity: int,
+        dtype: jnp.dtype = jnp.float32,
+        tokenizer: Tokenizer | None = None,
+        progress: Callable[[str], None] = lambda message: None,
+    ):
+        if slots < 1 or capacity < 2:
+            raise ValueError(
+                f"slots={slots} and capacity={capacity}; expected at least 1 slot of 2 tokens."
+            )
+        self.decoder, self.params, self.tokenizer = decoder, params, tokenizer
+        self.slots, self.capacity = slots, capacity
+        self.programs = Programs(
+            decoder, params, slots=slots, capacity=capacity, dtype=dtype, progress=progress
+        )
+        self.counters = Counters.zero(decoder.num_drafts)
+        self.steps_per_s = {
+            rows: np.ones(rows * (decoder.num_drafts + 1) + 1, np.float32)
+            for rows in self.programs.widths
+        }
+        self._state = self.programs.new_state()
+        self._running: dict[int, Sequence] = {}  # slot -> sequence
+        self._waiting: collections.deque[Sequence] = collections.deque()
+        self._prefilling: tuple[int, Sequence] | None = None
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a slot."""
+        return len(self._running) + (self._prefilling is not None)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a slot."""
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """Would `step` do anything?"""
+        return self.num_running + self.num_waiting > 0
+
+    def submit(self, request: Request) -> Sequence:
+        """Queues a request.
+
+        Args:
+          request: what to generate.
+
+        Returns:
+          The sequence to watch; its emissions come from `step`.
+
+        Raises:
+          RequestError: prompt and answer do not fit a slot, or a token id does not exist.
+        """
+        self.check(request)
+        sequence = Sequence(request, self.tokenizer, time.monotonic())
+        self._waiting.append(sequence)
+        return sequence
+
+    def check(self, request: Request) -> None:
+        """Raises RequestError if this engine cannot serve the request."""
+        prompt = len(request.prompt_ids)
+        if prompt + request.max_tokens > self.capacity:
+            raise RequestError(
+                "max_tokens" if prompt < self.capacity else "prompt",
+                f"{prompt} prompt tokens + {request.max_tokens} new",
+                f"at most {self.capacity} together; shorten the prompt or lower max_tokens",
+            )
+        vocab = self.decoder.target.config.vocab_size
+        bad = [i for i in request.prompt_ids if not 0 <= i < vocab]
+        if bad:
+            raise RequestError("prompt", bad[:5], f"token ids between 0 and {vocab - 1}")
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Ends a request wherever it is; its slot is free at once."""
+        sequence.cancel()
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+        if self._prefilling and self._prefilling[1] is sequence:
+            self._prefilling = None
+        for slot, running in list(self._running.items()):
+            if running is sequence:
+                self._free(slot)
+
+    def step(self) -> list[Emission]:
+        """One prefill chunk for a newcomer, and one round for those who are ready.
+
+        Returns:
+          One emission for each request that gained tokens or ended.
+        """
+        self._prefill_some()
+        if not self._running:
+            return []
+        rows = next(w for w in self.programs.widths if w > max(self._running))
+        return self._commit(rows, self._run(rows))
+
+    def run(self, requests: Iterable[Request]) -> list[Sequence]:
+        """Runs requests to their end, batched into the slots.
+
+        Args:
+          requests: what to generate.
+
+        Returns:
+          Finished sequences, in order.
+        """
+        sequences = [self.submit(request) for request in requests]
+        while self.has_work:
+            self.step()
+        return sequences
+
+    def _run(self, rows: int) -> RoundOutput:
+        if self.decoder.draft is None:
+            self._state, output = self.programs.plain[rows](self.params, self._state)
+        else:
+            self._state, output = self.programs.round[rows](
+                self.params, self._state, self.steps_per_s[rows]
+            )
+        return jax.device_get(output)
+
+    def _prefill_some(self) -> None:
+        if self._prefilling is None:
+            if not self._waiting or len(self._running) == self.slots:
+                return
+            slot = min(set(range(self.slots)) - set(self._running))
+            self._prefilling = (slot, self._waiting.popleft())
+        slot, sequence = self._prefilling
+        prompt = sequence.request.prompt_ids
+        left = len(prompt) - 1 - sequence.prefilled
+        if left > 0:
+            chunks = self.programs.chunks
+            chunk = next((c for c in chunks if c >= left), chunks[-1])
+            count = min(left, chunk)
+            tokens = np.zeros(chunk, np.int32)
+            tokens[:count] = prompt[sequence.prefilled : sequence.prefilled + count]
+            self._state = self.programs.prefill[chunk](
+                self.params, self._state, np.int32(slot), tokens,
+                np.int32(sequence.prefilled), np.int32(count),
+            )  # fmt: skip
+            sequence.prefilled += count
+            if sequence.prefilled < len(prompt) - 1:
+                return
+        self._admit(slot, sequence)
+        self._prefilling = None
+
+    def _admit(self, slot: int, sequence: Sequence) -> None:
+        request = sequence.request
+        sampling = SamplingParams(
+            temperature=np.float32(request.temperature),
+            top_k=np.int32(min(request.top_k, self.decoder.target.config.vocab_size)),
+            top_p=np.float32(request.top_p),
+            min_p=np.float32(request.min_p),
+            seed=np.uint32(request.seed32),
+        )
+        position = len(request.prompt_ids) - 1
+        self._state = self.programs.admit(
+            self._state, np.int32(slot), np.int32(request.prompt_ids[-1]), np.int32(position),
+            np.int32(request.max_tokens), sampling,
+        )  # fmt: skip
+        self.counters.prompt_tokens += len(request.prompt_ids)
+        self._running[slot] = sequence
+
+    def _commit(self, rows: int, output: RoundOutput) -> list[Emission]:
+        counters, emissions = self.counters, []
+        counters.rounds += 1
+        for slot, sequence in sorted(self._running.items()):
+            emitted, verified = int(output.emit_len[slot]), int(output.verify_len[slot])
+            accepted = int(output.accept_len[slot])
+            before = len(sequence.token_ids)
+            for token in output.tokens[slot, :emitted]:
+                sequence.commit(int(token))
+            sequence.rounds += 1
+            sequence.drafted += verified
+            sequence.accepted += accepted
+            counters.generation_tokens += len(sequence.token_ids) - before
+            if self.decoder.draft is not None:
+                counters.num_drafts += 1
+                counters.num_draft_tokens += verified
+                counters.num_accepted_tokens += accepted
+                for k in range(verified):
+                    counters.num_draft_tokens_per_pos[k] += 1
+                    counters.num_accepted_tokens_per_pos[k] += k < accepted
+            if sequence.finish_reason is not None:
+                self._free(slot)
+                counters.finished += 1
+            emissions.append(sequence.take_emission())
+        return emissions
+
+    def _free(self, slot: int) -> None:
+        sequence = self._running.pop(slot)
+        if sequence.finish_reason is not FinishReason.LENGTH:  # at the limit it goes idle itself
+            self._state = self.programs.release(self._state, np.int32(slot))

@@ -1,0 +1,140 @@
+"""From names on a command line to an engine's models."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from dspark_jax.checkpoint.demo import resolve_model
+from dspark_jax.checkpoint.draft import load_draft
+from dspark_jax.checkpoint.fingerprint import fingerprint_target
+from dspark_jax.checkpoint.target import load_target
+from dspark_jax.config import DraftConfig, TargetConfig
+from dspark_jax.decode import Decoder
+from dspark_jax.draft.dense import DenseDraft
+from dspark_jax.schedule import ScheduleConfig
+from dspark_jax.target.llama import LlamaTarget, stack_layers
+from dspark_jax.tokenizer import Tokenizer
+from dspark_jax.types import PairParams
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+DEMO_DRAFT = Path(__file__).parent.parent / "data" / "smollm2_dspark"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A loaded target with its draft, ready to build decoders from."""
+
+    name: str
+    directory: Path
+    target: LlamaTarget
+    draft: DenseDraft | None
+    params: PairParams
+    tokenizer: Tokenizer
+    stop_ids: tuple[int, ...]
+    dtype: jnp.dtype
+
+    def decoder(
+        self,
+        schedule: ScheduleConfig | None = None,
+        rejection_sample_method: str = "standard",
+        *,
+        plain: bool = False,
+    ) -> Decoder:
+        """A decoder over these models; `plain` leaves the draft out."""
+        return Decoder(
+            target=self.target,
+            draft=None if plain else self.draft,
+            schedule=schedule or ScheduleConfig(),
+            rejection_sample_method=rejection_sample_method,
+        )
+
+
+def load_pair(model: str, draft: str, *, dtype: str = "float32") -> Pair:
+    """Loads a target and a draft.
+
+    Args:
+      model: name of a known target, or a directory in the Hugging Face layout.
+      draft: a directory; "none"; "random" for untrained weights (the text is still the
+        target's); "auto" for the draft shipped for this model, if there is one.
+      dtype: "float32" or "bfloat16", of weights and caches.
+
+    Returns:
+      The pair. Embedding and LM head exist once.
+
+    Raises:
+      FileNotFoundError: a directory is missing.
+      ValueError: a checkpoint is damaged, or the draft belongs to another target.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r}; expected one of {sorted(DTYPES)}.")
+    directory = resolve_model(model)
+    config, params = load_target(directory, dtype=DTYPES[dtype])
+    if jax.default_backend() != "cpu":
+        params = stack_layers(params)
+    tokenizer = Tokenizer(directory)
+    shared = LlamaTarget(config=config).shared_head(params)
+    draft_config, draft_params = None, None
+    if draft == "random":
+        draft_config = random_draft_config(config)
+        draft_params = DenseDraft(config=draft_config).init(jax.random.key(0), DTYPES[dtype])
+    elif (path := _draft_path(draft, directory)) is not None:
+        draft_config, draft_params, shared = load_draft(
+            path, config, shared, dtype=DTYPES[dtype],
+            fingerprint=fingerprint_target(directory, name=directory.name),
+        )  # fmt: skip
+    taps = draft_config.target_layer_ids if draft_config else ()
+    ids = {*config.eos_token_ids, tokenizer.eos_token_id} - {None}
+    return Pair(
+        name=directory.name,
+        directory=directory,
+        target=LlamaTarget(config=config, tap_layer_ids=taps),
+        draft=DenseDraft(config=draft_config) if draft_config else None,
+        params=PairParams(
+            target=params, draft=draft_params, shared=shared if draft_config else None
+        ),
+        tokenizer=tokenizer,
+        stop_ids=tuple(sorted(ids)),
+        dtype=DTYPES[dtype],
+    )
+
+
+def random_draft_config(target: TargetConfig) -> DraftConfig:
+    """A small untrained draft for any target: two layers, blocks of 5, all heads present."""
+    layers = target.num_hidden_layers
+    taps = sorted({layers // 4, layers // 2, max(layers - 2, 0)})
+    return DraftConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=target.num_attention_heads,
+        num_key_value_heads=target.num_key_value_heads,
+        head_dim=target.head_dim,
+        intermediate_size=target.intermediate_size,
+        rms_norm_eps=target.rms_norm_eps,
+        rope=target.rope,
+        block_size=5,
+        mask_token_id=0,
+        target_layer_ids=tuple(taps),
+        markov_rank=min(64, target.hidden_size),
+        markov_head_type="vanilla",
+        enable_confidence_head=True,
+        confidence_head_with_markov=True,
+        num_target_layers=layers,
+    )
+
+
+def _draft_path(draft: str, target_directory: Path) -> Path | None:
+    if draft == "none":
+        return None
+    if draft == "auto":
+        demo = target_directory.name == "smollm2-135m-instruct" and DEMO_DRAFT.is_dir()
+        return DEMO_DRAFT if demo else None
+    path = Path(draft)
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"draft {draft!r} is not a directory; expected a checkpoint directory, or one of "
+            "'auto', 'none', 'random'."
+        )
+    return path

@@ -1,0 +1,136 @@
+"""The compiled programs of an engine: all of them before the first request, none after."""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dspark_jax.decode import (
+    Decoder,
+    DecodeState,
+    admit,
+    decode_round,
+    init_state,
+    plain_step,
+    prefill,
+    release,
+)
+from dspark_jax.types import PairParams, SamplingParams
+
+PREFILL_CHUNKS = (32, 128, 512)  # prompt rows per prefill program
+FIXED_FRACTIONS = (0.0, 0.5, 1.0)
+ADAPTIVE_FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+def row_buckets(rows: int, num_drafts: int, *, adaptive: bool) -> tuple[int, ...]:
+    """Numbers of flat verify rows to compile for R requests.
+
+    Args:
+      rows: R.
+      num_drafts: K.
+      adaptive: more steps, for policies that vary the verify length.
+
+    Returns:
+      Increasing row counts from R to R*(K+1).
+    """
+    fractions = ADAPTIVE_FRACTIONS if adaptive else FIXED_FRACTIONS
+    return tuple(sorted({rows + math.ceil(f * rows * num_drafts) for f in fractions}))
+
+
+def row_widths(slots: int) -> tuple[int, ...]:
+    """Batch widths R to compile: powers of two up to the number of slots."""
+    powers = [2**i for i in range(slots.bit_length()) if 2**i < slots]
+    return (*powers, slots)
+
+
+class Programs:
+    """Every program an engine runs, compiled ahead of time.
+
+    Args:
+      decoder: the models and the rules.
+      params: parameters, for their shapes.
+      slots: S.
+      capacity: C, tokens per slot.
+      dtype: type of the caches.
+      progress: told the name of each program before it is compiled.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        params: PairParams,
+        *,
+        slots: int,
+        capacity: int,
+        dtype: jnp.dtype,
+        progress: Callable[[str], None] = lambda message: None,
+    ):
+        self.decoder = decoder
+        self.capacity = capacity
+        self.chunks = tuple(c for c in PREFILL_CHUNKS if c < capacity) or (capacity,)
+        self.widths = row_widths(slots)
+        self._make_state = functools.partial(init_state, decoder, slots, capacity, dtype)
+        self._params = jax.tree.map(_shape, params)
+        self._state = jax.eval_shape(self._make_state)
+        self.prefill, self.round, self.plain = {}, {}, {}
+        jobs = list(self._jobs())
+        for i, (name, table, key, job) in enumerate(jobs):
+            progress(f"compiling {i + 1}/{len(jobs)}: {name}")
+            table[key] = job()
+        self.admit = self._compile(admit, self._state, *_ints(4), _sampling_shape())
+        self.release = self._compile(release, self._state, *_ints(1))
+
+    def new_state(self) -> DecodeState:
+        """Empty slots."""
+        return jax.jit(self._make_state)()
+
+    def buckets(self, rows: int) -> tuple[int, ...]:
+        """Flat verify rows compiled for width `rows`."""
+        adaptive = self.decoder.schedule.policy != "full"
+        return row_buckets(rows, self.decoder.num_drafts, adaptive=adaptive)
+
+    def _jobs(self) -> Iterator[tuple[str, dict, int, Callable]]:
+        for chunk in self.chunks:
+            tokens = jax.ShapeDtypeStruct((chunk,), np.int32)
+            yield f"prefill of {chunk} tokens", self.prefill, chunk, functools.partial(
+                self._compile, functools.partial(prefill, self.decoder),
+                self._params, self._state, *_ints(1), tokens, *_ints(2), donate=1,
+            )  # fmt: skip
+        for rows in self.widths:
+            function = functools.partial(plain_step, self.decoder, rows=rows)
+            if self.decoder.draft is None:
+                yield f"plain step of {rows} requests", self.plain, rows, functools.partial(
+                    self._compile, function, self._params, self._state, donate=1
+                )
+                continue
+            function = functools.partial(
+                decode_round, self.decoder, rows=rows, buckets=self.buckets(rows)
+            )
+            table = jax.ShapeDtypeStruct((rows * (self.decoder.num_drafts + 1) + 1,), np.float32)
+            yield f"round of {rows} requests", self.round, rows, functools.partial(
+                self._compile, function, self._params, self._state, table, donate=1
+            )
+
+    def _compile(self, function: Callable, *shapes: object, donate: int = 0) -> Callable:
+        return jax.jit(function, donate_argnums=donate).lower(*shapes).compile()
+
+
+def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _ints(count: int) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct((), np.int32)] * count
+
+
+def _sampling_shape() -> SamplingParams:
+    return SamplingParams(
+        temperature=jax.ShapeDtypeStruct((), np.float32),
+        top_k=jax.ShapeDtypeStruct((), np.int32),
+        top_p=jax.ShapeDtypeStruct((), np.float32),
+        min_p=jax.ShapeDtypeStruct((), np.float32),
+        seed=jax.ShapeDtypeStruct((), np.uint32),
+    )
