@@ -88,7 +88,7 @@ def _yarn(config: RopeConfig, head_dim: int, freq: np.ndarray) -> tuple[np.ndarr
 
 
 def rope_angles(config: RopeConfig, head_dim: int, positions: jax.Array) -> jax.Array:
-    """cos and sin for absolute positions.
+    """Cosines and sines for absolute positions.
 
     Args:
       config: rotary settings.

@@ -173,3 +173,4 @@ POLICIES = {
     "early_stop": _early_stop,
     "global": _global,
 }
+NEEDS_SPS = ("early_stop", "global")  # policies that read the SPS table

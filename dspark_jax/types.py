@@ -1,9 +1,9 @@
 """The arrays that cross files, and the letters their shapes are written in.
 
 R requests in the round, S slots, T flat tokens, W rows per request in one forward, K block rows,
-V vocabulary (Vd: a draft's reduced one), D model width, N query heads, G KV heads, H head width, F MLP width, L layers,
-M tapped layers, Q Markov rank, A anchors per sequence, E experts, C context capacity per slot,
-P pages, Z page size, B training batch.
+V vocabulary (Vd: a draft's reduced one), D model width, N query heads, G KV heads, H head width,
+F MLP width, L layers, M tapped layers, Q Markov rank, A anchors per sequence, E experts, C context
+capacity per slot, P pages, Z page size, B training batch.
 """
 
 from typing import Any

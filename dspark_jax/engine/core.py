@@ -32,6 +32,8 @@ class Counters:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     rounds: int = 0  # programs run
+    round_s: float = 0.0  # seconds spent in them
+    prefill_s: float = 0.0
     finished: int = 0
 
     @classmethod
@@ -78,7 +80,7 @@ class Engine:
         self.programs = Programs(
             decoder, params, slots=slots, capacity=capacity, dtype=dtype, progress=progress
         )
-        self.counters = Counters.zero(decoder.num_drafts)
+        self.reset_counters()
         self.steps_per_s = {
             rows: np.ones(rows * (decoder.num_drafts + 1) + 1, np.float32)
             for rows in self.programs.widths
@@ -87,6 +89,10 @@ class Engine:
         self._running: dict[int, Sequence] = {}  # slot -> sequence
         self._waiting: collections.deque[Sequence] = collections.deque()
         self._prefilling: tuple[int, Sequence] | None = None
+
+    def reset_counters(self) -> None:
+        """Starts counting afresh."""
+        self.counters = Counters.zero(self.decoder.num_drafts)
 
     @property
     def num_running(self) -> int:
@@ -172,13 +178,16 @@ class Engine:
         return sequences
 
     def _run(self, rows: int) -> RoundOutput:
+        begin = time.perf_counter()
         if self.decoder.draft is None:
             self._state, output = self.programs.plain[rows](self.params, self._state)
         else:
             self._state, output = self.programs.round[rows](
                 self.params, self._state, self.steps_per_s[rows]
             )
-        return jax.device_get(output)
+        output = jax.device_get(output)
+        self.counters.round_s += time.perf_counter() - begin
+        return output
 
     def _prefill_some(self) -> None:
         if self._prefilling is None:
@@ -195,10 +204,13 @@ class Engine:
             count = min(left, chunk)
             tokens = np.zeros(chunk, np.int32)
             tokens[:count] = prompt[sequence.prefilled : sequence.prefilled + count]
+            begin = time.perf_counter()
             self._state = self.programs.prefill[chunk](
                 self.params, self._state, np.int32(slot), tokens,
                 np.int32(sequence.prefilled), np.int32(count),
             )  # fmt: skip
+            jax.block_until_ready(self._state.anchor)
+            self.counters.prefill_s += time.perf_counter() - begin
             sequence.prefilled += count
             if sequence.prefilled < len(prompt) - 1:
                 return
@@ -227,14 +239,15 @@ class Engine:
         counters.rounds += 1
         for slot, sequence in sorted(self._running.items()):
             emitted, verified = int(output.emit_len[slot]), int(output.verify_len[slot])
-            accepted = int(output.accept_len[slot])
             before = len(sequence.token_ids)
             for token in output.tokens[slot, :emitted]:
                 sequence.commit(int(token))
+            gained = len(sequence.token_ids) - before
+            accepted = min(int(output.accept_len[slot]), gained)  # none past the end
             sequence.rounds += 1
             sequence.drafted += verified
             sequence.accepted += accepted
-            counters.generation_tokens += len(sequence.token_ids) - before
+            counters.generation_tokens += gained
             if self.decoder.draft is not None:
                 counters.num_drafts += 1
                 counters.num_draft_tokens += verified

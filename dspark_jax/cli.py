@@ -1,0 +1,100 @@
+"""Options and manners shared by the command-line front ends."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from dspark_jax.checkpoint.demo import DEMO_TARGET
+from dspark_jax.engine.load import DTYPES, Pair, load_pair
+from dspark_jax.eval.compare import Comparison
+from dspark_jax.schedule import (
+    POLICIES,
+    REJECTION_SAMPLE_METHODS,
+    THRESHOLD_KINDS,
+    ScheduleConfig,
+)
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Options that say which models decode, and how."""
+    parser.add_argument(
+        "--model", default=DEMO_TARGET, metavar="NAME|DIR", help="target (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--draft", default="auto", metavar="NAME|DIR",
+        help="draft directory, 'auto' (the one shipped for this model), 'random' (untrained) "
+        "or 'none' (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dtype", default="float32", choices=sorted(DTYPES), help="weights and caches"
+    )
+    parser.add_argument(
+        "--policy", default="full", choices=sorted(POLICIES), help="how many drafts to verify"
+    )
+    parser.add_argument(
+        "--confidence-threshold", type=float, default=0.0, metavar="C",
+        help="policy 'threshold' stops before the first draft below it",
+    )  # fmt: skip
+    parser.add_argument(
+        "--threshold-kind", default="per_position", choices=THRESHOLD_KINDS,
+        help="compare each position's confidence, or the survival so far",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rejection-sample-method", default="standard", choices=REJECTION_SAMPLE_METHODS,
+        help="'coupled': the text for a seed does not depend on the draft",
+    )  # fmt: skip
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, *, temperature: bool = True) -> None:
+    """Options that say how tokens are drawn; `temperature` False leaves that one out."""
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+    if temperature:
+        parser.add_argument(
+            "--temperature", type=float, default=0.0, metavar="T", help="0 is greedy"
+        )
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="0 is off")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1 is off")
+    parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help="0 is off")
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+
+
+def schedule_from(args: argparse.Namespace) -> ScheduleConfig:
+    """The scheduling policy of `add_model_options`."""
+    return ScheduleConfig(
+        policy=args.policy,
+        confidence_threshold=args.confidence_threshold,
+        threshold_kind=args.threshold_kind,
+    )
+
+
+def comparison_from(args: argparse.Namespace, **more: Any) -> Comparison:
+    """The settings of a comparison from both sets of options, and what is given by name."""
+    names = ("rejection_sample_method", "max_new_tokens", "top_k", "top_p", "min_p", "seed")
+    values = {name: getattr(args, name) for name in names}
+    if "temperature" in args:
+        values["temperature"] = args.temperature
+    return Comparison(schedule=schedule_from(args), **values | more)
+
+
+def pair_from(args: argparse.Namespace) -> Pair:
+    """The models of `add_model_options`; settings that contradict each other are refused first."""
+    schedule_from(args).check_lossless(args.rejection_sample_method)
+    return load_pair(args.model, args.draft, dtype=args.dtype)
+
+
+def say(message: str) -> None:
+    """A line of progress on standard error."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def run_main(main: Callable[[], None]) -> None:
+    """Runs a front end; what the user can mend is one line on standard error, exit code 2."""
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        say(f"error: {error}")
+        sys.exit(2)
+    except KeyboardInterrupt:
+        say("interrupted")
+        sys.exit(130)
