@@ -1,0 +1,351 @@
+"""Compares this implementation with golden vectors: `python tools/parity.py DIR [DIR ...]`.
+
+A golden folder is recognised by the vectors it holds; tests/golden/README.md describes the kinds.
+Prints the largest error of every array; exits 1 when one is beyond its tolerance, is missing, or
+is not known, and when a folder is of no known kind.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout needs no install
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from safetensors import SafetensorError  # noqa: E402
+from safetensors.numpy import load_file  # noqa: E402
+
+from dspark_jax.checkpoint.draft import load_draft  # noqa: E402
+from dspark_jax.checkpoint.target import load_target  # noqa: E402
+from dspark_jax.config import TargetConfig  # noqa: E402
+from dspark_jax.draft.dense import DenseDraft  # noqa: E402
+from dspark_jax.draft.propose import propose  # noqa: E402
+from dspark_jax.kv_cache import write_rows  # noqa: E402
+from dspark_jax.target.llama import LlamaTarget, stack_layers  # noqa: E402
+from dspark_jax.types import Block, Params, SamplingParams  # noqa: E402
+
+LOGITS_TOLERANCE = 2e-4  # absolute; hidden states: of their largest value, if that is above 1
+
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """How one array compares.
+
+    Attributes:
+      name: of the array.
+      ok: within tolerance.
+      detail: the errors, or what is wrong.
+    """
+
+    name: str
+    ok: bool
+    detail: str
+
+
+def compare(name: str, got: jax.Array | None, expected: np.ndarray, *, tolerance: float) -> Result:
+    """Compares floating-point values.
+
+    Args:
+      name: of the array.
+      got: ours, None if this model has no such output.
+      expected: the golden values.
+      tolerance: largest absolute difference allowed.
+
+    Returns:
+      The result; values that are not finite never pass.
+    """
+    if got is None or got.shape != expected.shape:
+        shape = None if got is None else list(got.shape)
+        return Result(name=name, ok=False, detail=f"got shape {shape}, not {list(expected.shape)}")
+    error = np.abs(np.asarray(got, np.float64) - expected)
+    worst = float(error.max(initial=0.0))
+    relative = float((error / np.maximum(np.abs(expected), 1e-12)).max(initial=0.0))
+    detail = f"max abs {worst:.2e}  max rel {relative:.2e}  tolerance {tolerance:.1e}"
+    return Result(name=name, ok=worst <= tolerance, detail=detail)
+
+
+def compare_hidden(name: str, got: jax.Array | None, expected: np.ndarray) -> Result:
+    """Compares hidden states, whose size grows with the model's."""
+    scale = max(1.0, float(np.abs(expected).max(initial=0.0)))
+    return compare(name, got, expected, tolerance=LOGITS_TOLERANCE * scale)
+
+
+def compare_tokens(name: str, got: jax.Array, expected: np.ndarray) -> Result:
+    """Compares token ids, exactly."""
+    if got.shape != expected.shape:
+        detail = f"got shape {list(got.shape)}, not {list(expected.shape)}"
+        return Result(name=name, ok=False, detail=detail)
+    wrong = int((np.asarray(got) != expected).sum())
+    return Result(name=name, ok=wrong == 0, detail=f"{wrong} of {expected.size} tokens differ")
+
+
+def check_target(directory: Path, *, stacked: bool = False) -> list[Result]:
+    """Checks a plain target: `outputs.safetensors` beside its checkpoint.
+
+    Args:
+      directory: the golden folder.
+      stacked: run the layers as one scan instead of one by one.
+
+    Returns:
+      One result per golden array.
+    """
+    config, params = load_target(directory)
+    golden = _read(directory / "outputs.safetensors")
+    if stacked:
+        params = stack_layers(params)
+    logits, hidden = run_target(config, params, _array(golden, "tokens"))
+    results = [compare_logits("logits", logits, _array(golden, "logits"))]
+    results += _check_hidden("hidden.", hidden, golden)
+    known = {"tokens", "logits", "greedy_prompt", "greedy_tokens"}
+    if "greedy_tokens" in golden:
+        prompt, expected = _array(golden, "greedy_prompt"), golden["greedy_tokens"]
+        decoded = decode_greedy(config, params, prompt, expected.shape[1] - prompt.shape[1])
+        if len(expected) > 1:  # rows that ended early are padded
+            ended = np.isin(expected, config.eos_token_ids)
+            ended[:, : prompt.shape[1]] = False
+            decoded = np.where(np.cumsum(ended, axis=1) - ended > 0, expected, decoded)
+        results.append(compare_tokens("greedy_tokens", decoded, expected))
+    return results + _unknown(golden, known, "hidden.")
+
+
+def check_block_forward(directory: Path, *, stacked: bool = False) -> list[Result]:
+    """Checks a target and draft pair: one drafted block, `block_forward.safetensors`.
+
+    Args:
+      directory: the golden folder with `target/` and `draft/`.
+      stacked: run the target's layers as one scan instead of one by one.
+
+    Returns:
+      One result per golden array.
+    """
+    golden = _read(directory / "block_forward.safetensors")
+    config, params = load_target(directory / "target")
+    shared = LlamaTarget(config=config).shared_head(params)
+    draft_config, draft_params, shared = load_draft(directory / "draft", config, shared)
+    if stacked:
+        params = stack_layers(params)
+    tokens = _array(golden, "token_ids")
+    context, anchor = tokens[:, :-1], tokens[:, -1]
+    logits, hidden = run_target(config, params, context)
+    features = np.concatenate([hidden[i + 1] for i in draft_config.target_layer_ids], axis=-1)
+    draft = DenseDraft(config=draft_config)
+    block = draft_block(draft, draft_params, shared, features, anchor)
+    arrays = {
+        "target_logits": (logits, compare_logits),
+        "context_features": (features, compare_hidden),
+        "block_hidden": (block.block_hidden, compare_hidden),
+        "base_logits": (block.base_logits, compare_logits),
+        "draft_tokens": (block.draft_tokens, compare_tokens),
+        "draft_logits": (block.draft_logits, compare_logits),
+        "confidence_logits": (block.confidence_logits, compare_logits),
+    }
+    if not draft_config.enable_confidence_head and "confidence_logits" not in golden:
+        del arrays["confidence_logits"]
+    results = [
+        comparison(name, got, _array(golden, name)) for name, (got, comparison) in arrays.items()
+    ]
+    results += _check_hidden("target_hidden_", hidden, golden)
+    return results + _unknown(golden, {*arrays, "token_ids"}, "target_hidden_")
+
+
+def compare_logits(name: str, got: jax.Array | None, expected: np.ndarray) -> Result:
+    """Compares logits."""
+    return compare(name, got, expected, tolerance=LOGITS_TOLERANCE)
+
+
+def run_target(
+    config: TargetConfig, params: Params, tokens: np.ndarray
+) -> tuple[jax.Array, list[jax.Array]]:
+    """One forward without context.
+
+    Args:
+      config: the target's architecture.
+      params: its parameters.
+      tokens: i64[R, W].
+
+    Returns:
+      Logits [R, W, V] and, as transformers lists them, hidden states [R, W, D]: the embedding,
+      every layer's output but the last, and the last after the final norm.
+    """
+    target = LlamaTarget(config=config, tap_layer_ids=tuple(range(-1, config.num_hidden_layers)))
+    rows, width = tokens.shape
+    cache = target.make_cache(rows, width, jnp.float32)
+    forward = jax.jit(target.forward)
+    out = forward(params, jnp.asarray(tokens), cache, cache_len=jnp.zeros(rows, jnp.int32))
+    taps = jnp.split(out.context_features, config.num_hidden_layers + 1, axis=-1)
+    return target.logits(params, out.hidden), [*taps[:-1], out.hidden]
+
+
+def decode_greedy(
+    config: TargetConfig, params: Params, prompt: np.ndarray, count: int
+) -> np.ndarray:
+    """Plain greedy decoding through the KV cache, one token at a time.
+
+    Args:
+      config: the target's architecture.
+      params: its parameters.
+      prompt: i64[R, P].
+      count: tokens to generate.
+
+    Returns:
+      i64[R, P + count], prompt included.
+    """
+    target = LlamaTarget(config=config)
+    rows, length = prompt.shape
+    cache = target.make_cache(rows, length + count, jnp.float32)
+
+    @jax.jit
+    def step(params: Params, tokens: jax.Array, cache, cache_len: jax.Array) -> tuple:
+        out = target.forward(params, tokens, cache, cache_len=cache_len)
+        width = jnp.full(rows, tokens.shape[1])
+        cache = write_rows(cache, out.new_k, out.new_v, first_slot=0, start=cache_len, count=width)
+        return jnp.argmax(target.logits(params, out.hidden[:, -1]), axis=-1), cache
+
+    text, new, done = [prompt], jnp.asarray(prompt), 0
+    for _ in range(count):
+        token, cache = step(params, new, cache, jnp.full(rows, done, jnp.int32))
+        done += new.shape[1]
+        new = token[:, None]
+        text.append(np.asarray(new))
+    return np.concatenate(text, axis=1)
+
+
+def draft_block(
+    draft: DenseDraft, params: Params, shared, features: np.ndarray, anchor: np.ndarray
+) -> Block:
+    """Drafts one block at temperature 0.
+
+    Args:
+      draft: the draft model.
+      params: its parameters.
+      shared: SharedHead to use with it.
+      features: f32[R, C, M*D], context features of the C tokens before the anchor.
+      anchor: i64[R].
+
+    Returns:
+      The block.
+    """
+    rows, length = features.shape[:2]
+    zeros, ones = jnp.zeros(rows), jnp.ones(rows)
+    sampling = SamplingParams(
+        temperature=zeros,
+        top_k=jnp.zeros(rows, jnp.int32),
+        top_p=ones,
+        min_p=zeros,
+        seed=jnp.zeros(rows, jnp.uint32),
+    )
+
+    @jax.jit
+    def run(params: Params, features: jax.Array, anchor: jax.Array) -> Block:
+        positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
+        k, v = draft.context_kv(params, features, positions)
+        start, count = jnp.zeros(rows, jnp.int32), jnp.full(rows, length, jnp.int32)
+        cache = draft.make_cache(rows, length, jnp.float32)
+        cache = write_rows(cache, k, v, first_slot=0, start=start, count=count)
+        return propose(
+            draft, params, shared, cache,
+            anchor=anchor, anchor_pos=count, round_index=start, sampling=sampling, coupled=False,
+        )  # fmt: skip
+
+    return run(params, jnp.asarray(features), jnp.asarray(anchor, jnp.int32))
+
+
+def check_train_step(directory: Path) -> list[Result]:
+    """Says that the training step's vectors were not looked at."""
+    print("  train_step: not checked by this version")
+    return []
+
+
+# vectors -> the check that reads them; a folder may hold several
+CHECKS: dict[str, Callable[[Path], list[Result]]] = {
+    "outputs.safetensors": check_target,
+    "block_forward.safetensors": check_block_forward,
+    "train_step.safetensors": check_train_step,
+}
+
+
+def check_folder(directory: Path) -> list[Result]:
+    """Runs every check a golden folder has vectors for.
+
+    Args:
+      directory: the golden folder.
+
+    Returns:
+      The results of all of them.
+
+    Raises:
+      FileNotFoundError: the folder, or a file its kind needs, is missing.
+      ValueError: the folder is of no known kind, or a checkpoint in it is not supported.
+    """
+    if not directory.is_dir():
+        raise FileNotFoundError(f"{directory} is not a folder; give a golden folder.")
+    checks = [check for vectors, check in CHECKS.items() if (directory / vectors).is_file()]
+    if not checks:
+        raise ValueError(
+            f"{directory} is not a golden folder of a known kind; expected one of "
+            f"{sorted(CHECKS)} in it."
+        )
+    with jax.default_matmul_precision("highest"):
+        return [result for check in checks for result in check(directory)]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Checks the folders named on the command line.
+
+    Args:
+      arguments: command line; None takes the process's.
+
+    Returns:
+      The exit status, 0 when everything agrees.
+    """
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folders", metavar="DIR", type=Path, nargs="+", help="a golden folder")
+    failed = 0
+    for directory in parser.parse_args(arguments).folders:
+        print(directory)
+        try:
+            results = check_folder(directory)
+        except (FileNotFoundError, ValueError) as error:
+            print(f"  FAILED: {error}")
+            failed += 1
+            continue
+        for result in results:
+            print(f"  {'ok    ' if result.ok else 'FAILED'} {result.name:<22} {result.detail}")
+        failed += sum(not result.ok for result in results)
+    print("all within tolerance" if not failed else f"{failed} failed")
+    return 1 if failed else 0
+
+
+def _check_hidden(prefix: str, hidden: Sequence[jax.Array], golden: Arrays) -> list[Result]:
+    names = sorted(name for name in golden if name.startswith(prefix))
+    layers = {f"{prefix}{i}": value for i, value in enumerate(hidden)}
+    return [compare_hidden(name, layers.get(name), golden[name]) for name in names]
+
+
+def _unknown(golden: Arrays, known: set[str], prefix: str) -> list[Result]:
+    """A golden array nobody compared is a failure, not a pass."""
+    left = sorted(name for name in set(golden) - known if not name.startswith(prefix))
+    return [Result(name=name, ok=False, detail="not known to this version") for name in left]
+
+
+def _array(golden: Arrays, name: str) -> np.ndarray:
+    if name not in golden:
+        raise ValueError(f"the golden vectors lack {name}; got {sorted(golden)}.")
+    return golden[name]
+
+
+def _read(path: Path) -> dict[str, np.ndarray]:
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error}); fetch it again.") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())
