@@ -120,7 +120,7 @@ def load_params(
     tree = {}
     for rule in rules:
         value = rule.pack(*(reader.read(name) for name in rule.names))
-        _put(tree, rule.path, jnp.asarray(np.ascontiguousarray(value)).astype(dtype))
+        _put(tree, rule.path, jnp.asarray(np.asarray(value, order="C")).astype(dtype))
     return _tuples(tree)
 
 

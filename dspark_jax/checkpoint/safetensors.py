@@ -98,7 +98,7 @@ def save_tensors(path: str | Path, tensors: Mapping[str, np.ndarray]) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         save_file(
-            {name: np.ascontiguousarray(value) for name, value in tensors.items()},
+            {name: np.asarray(value, order="C") for name, value in tensors.items()},
             partial,
             metadata={"format": "pt"},
         )
