@@ -51,7 +51,9 @@ def warp(logits: jax.Array, params: SamplingParams) -> jax.Array:
         lambda x: x,
         scaled,
     )
-    floor = jnp.log(spread(params.min_p))  # -inf when off; the likeliest token sits at 0
+    # -inf when off. The likeliest token need not sit at exactly 0: the compiler may round the
+    # scaled logits differently in the maximum and in the subtraction.
+    floor = jnp.log(spread(params.min_p)) + scaled.max(axis=-1, keepdims=True)
     scaled = jnp.where(scaled >= floor, scaled, -jnp.inf)
     log_probs = scaled - jax.nn.logsumexp(scaled, axis=-1, keepdims=True)
     best = jnp.argmax(logits, axis=-1)[..., None]
@@ -153,8 +155,8 @@ def _top_k_top_p(x: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
 
 
 def _ordered_bits(x: jax.Array) -> jax.Array:
-    """u32 keys in the order of the floats."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    """u32 keys in the order of the floats; both zeros are one."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
     sign = jnp.uint32(0x80000000)
     return jnp.where(bits & sign, ~bits, bits | sign)
 
