@@ -11,13 +11,13 @@ PYTEST = $(RUN) pytest -n $(WORKERS) --dist loadfile
 .DEFAULT_GOAL := help
 
 help:
-	@echo 'make serve      the HTTP server           ARGS="--help" lists its options'
-	@echo 'make test       every test not marked slow ARGS="-k name" picks some'
-	@echo 'make test-slow  the tests marked slow'
-	@echo 'make test-all   both'
-	@echo 'make lint       ruff'
-	@echo 'make clean      removes caches and the virtual environments'
-	@echo 'PYTHON=python3.12 picks the interpreter; WORKERS=1 the number of test processes.'
+	@echo 'make serve      runs the HTTP server; ARGS="--help" lists its options'
+	@echo 'make test       runs the tests not marked slow; ARGS="-k NAME" picks some'
+	@echo 'make test-slow  runs the tests marked slow'
+	@echo 'make test-all   runs both'
+	@echo 'make lint       runs ruff'
+	@echo 'make clean      removes the virtual environments and the caches'
+	@echo 'PYTHON=python3.12 picks the interpreter, WORKERS=1 the number of test processes.'
 
 serve: $(VENV)/.installed-serve
 	$(RUN) dspark_jax.serve $(ARGS)
@@ -45,5 +45,6 @@ $(VENV)/.installed-%: pyproject.toml | $(VENV)/bin/python
 	@touch $(if $(filter dev,$*),$(VENV)/.installed-serve) $@
 
 $(VENV)/bin/python:
-	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("dspark-jax needs Python 3.11 or newer, got %d.%d: set PYTHON, as in make test PYTHON=python3.12" % v[:2])'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo 'dspark-jax needs Python 3.11 or newer; set PYTHON, as in PYTHON=python3.12'; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }

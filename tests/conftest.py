@@ -4,7 +4,6 @@ import os
 import platform
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 TESTS = Path(__file__).resolve().parent
@@ -23,13 +22,15 @@ def _prepare_environment() -> None:
     # Compiled CPU programs use the instructions of the host they were made on: one folder per host.
     cache = TESTS.parent / ".cache" / "jax" / platform.node()
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     if "PYTEST_XDIST_WORKER" in os.environ:  # the workers already fill the cores
         for name in ("PJRT_NPROC", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
             os.environ.setdefault(name, "1")
 
 
 _prepare_environment()
+
+import numpy as np  # noqa: E402  (its BLAS reads the environment while it loads)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
