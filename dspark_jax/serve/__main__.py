@@ -1,0 +1,143 @@
+"""`python -m dspark_jax.serve`: an OpenAI-compatible server for one target and its draft.
+
+The socket listens at once and `/health` tells how loading goes; JAX and the models are loaded
+by the engine's thread.
+"""
+
+import argparse
+import errno
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dspark_jax.serve.driver import Load, Served
+
+DEMO_TARGET = "smollm2-135m-instruct"
+
+# The choices of the modules that define them, which take longer to import than a server may take
+# to answer.
+DTYPES = ("bfloat16", "float32")
+POLICIES = ("early_stop", "full", "global", "threshold")
+REJECTION_SAMPLE_METHODS = ("standard", "coupled")
+THRESHOLD_KINDS = ("per_position", "cumulative")
+
+USER_ERROR = 2  # exit code
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        "python -m dspark_jax.serve",
+        description="OpenAI-compatible server: a target, and a draft that makes it faster.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", default=DEMO_TARGET, metavar="NAME|DIR", help="target")
+    add(
+        "--draft", default="auto", metavar="NAME|DIR",
+        help="draft directory, 'auto' (the one shipped for this model), 'random' (untrained) or "
+        "'none'",
+    )  # fmt: skip
+    add("--served-model-name", metavar="NAME", help="name in the API instead of the model's own")
+    add("--host", default="127.0.0.1", help="address to listen on")
+    add("--port", type=_between(0, 65535), default=8000, help="port to listen on; 0 picks one")
+    add("--slots", type=_between(1, 4096), default=4, metavar="N", help="requests run together")
+    add(
+        "--max-waiting", type=_between(0, 10**6), default=128, metavar="N",
+        help="requests that may wait for a slot; more get HTTP 429",
+    )  # fmt: skip
+    add(
+        "--max-model-len", type=_between(2, 10**7), metavar="N",
+        help="tokens of prompt and answer together; by default 2048, or the model's own limit if "
+        "that is less",
+    )  # fmt: skip
+    add("--dtype", default="float32", choices=DTYPES, help="weights and caches")
+    add("--policy", default="full", choices=POLICIES, help="how many drafts to verify")
+    add(
+        "--confidence-threshold", type=float, default=0.0, metavar="C",
+        help="policy 'threshold' stops before the first draft below it",
+    )  # fmt: skip
+    add(
+        "--threshold-kind", default="per_position", choices=THRESHOLD_KINDS,
+        help="compare each position's confidence, or the survival so far",
+    )  # fmt: skip
+    add(
+        "--rejection-sample-method", default="standard", choices=REJECTION_SAMPLE_METHODS,
+        help="'coupled': the text for a seed does not depend on the draft",
+    )  # fmt: skip
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serves until told to stop.
+
+    Args:
+      arguments: the command line; None takes the process's.
+
+    Returns:
+      The exit code: 0 after SIGINT or SIGTERM, 2 if the user can mend it, 1 otherwise.
+    """
+    args = parser().parse_args(arguments)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: sys.exit(0))
+    try:
+        from dspark_jax.serve.run import run_server
+    except ModuleNotFoundError as error:
+        print(f"error: {error.name} is missing; pip install 'dspark-jax[serve]'", file=sys.stderr)
+        return USER_ERROR
+    try:
+        listener = _listen(args.host, args.port)
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+    return run_server(listener, _loader(args), max_waiting=args.max_waiting)
+
+
+def _loader(args: argparse.Namespace) -> "Load":
+    """What the engine's thread calls; the heavy imports happen there."""
+    fields = vars(args).copy()
+    for name in ("host", "port", "max_waiting"):
+        fields.pop(name)
+
+    def load(progress: Callable[[str], None]) -> "Served":
+        from dspark_jax.serve.loading import LoadOptions, load_served
+
+        return load_served(LoadOptions(**fields), progress)
+
+    return load
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise OSError(
+                f"port {port} on {host} is in use; choose another with --port."
+            ) from error
+        raise OSError(f"cannot listen on {host} port {port}: {error}.") from error
+
+
+def _between(least: int, most: int) -> Callable[[str], int]:
+    """A type for argparse: an integer within limits."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(
+                f"{text!r}; expected a whole number between {least} and {most}"
+            )
+        return value
+
+    return parse
+
+
+if __name__ == "__main__":
+    sys.exit(main())

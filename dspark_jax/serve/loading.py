@@ -1,0 +1,98 @@
+"""From the server's options to a warm engine. It imports JAX, so it is imported late."""
+
+import dataclasses
+from collections.abc import Callable
+
+from dspark_jax.engine.core import Engine
+from dspark_jax.engine.load import load_pair
+from dspark_jax.engine.profile import measure_steps_per_s
+from dspark_jax.engine.requests import Request
+from dspark_jax.schedule import NEEDS_SPS, ScheduleConfig
+from dspark_jax.serve.driver import Served
+
+DEFAULT_MAX_MODEL_LEN = 2048  # tokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """What to serve; the fields are the command line's options."""
+
+    model: str
+    draft: str = "auto"
+    slots: int = 4
+    max_model_len: int | None = None
+    dtype: str = "float32"
+    policy: str = "full"
+    confidence_threshold: float = 0.0
+    threshold_kind: str = "per_position"
+    rejection_sample_method: str = "standard"
+    served_model_name: str | None = None
+
+
+def load_served(options: LoadOptions, progress: Callable[[str], None]) -> Served:
+    """Loads the models, compiles every program and runs each once.
+
+    Args:
+      options: what to serve.
+      progress: told what is being done.
+
+    Returns:
+      The warm engine. Serving it compiles nothing more.
+
+    Raises:
+      FileNotFoundError: a model is missing.
+      ValueError: a checkpoint is damaged, or options do not fit together.
+    """
+    schedule = ScheduleConfig(
+        policy=options.policy,
+        confidence_threshold=options.confidence_threshold,
+        threshold_kind=options.threshold_kind,
+    )
+    schedule.check_lossless(options.rejection_sample_method)
+    progress(f"loading {options.model}")
+    pair = load_pair(options.model, options.draft, dtype=options.dtype)
+    longest = pair.target.config.max_position_embeddings
+    capacity = options.max_model_len or min(DEFAULT_MAX_MODEL_LEN, longest)
+    if capacity > longest:
+        raise ValueError(
+            f"max_model_len={capacity} is beyond the {longest} tokens this target was made for "
+            "(max_position_embeddings); lower it."
+        )
+    engine = Engine(
+        pair.decoder(schedule, options.rejection_sample_method),
+        pair.params,
+        slots=options.slots,
+        capacity=capacity,
+        dtype=pair.dtype,
+        tokenizer=pair.tokenizer,
+        progress=progress,
+    )
+    if options.policy in NEEDS_SPS and pair.draft is not None:
+        progress("measuring steps per second")
+        measure_steps_per_s(engine)
+    progress("warming up")
+    warm_up(engine)
+    return Served(
+        name=options.served_model_name or pair.name,
+        engine=engine,
+        tokenizer=pair.tokenizer,
+        stop_ids=pair.stop_ids,
+    )
+
+
+def warm_up(engine: Engine) -> None:
+    """Runs every program once, so that the first request finds memory touched and code loaded.
+
+    Args:
+      engine: without requests; left without any, its counters at zero.
+    """
+    for width in engine.programs.widths:
+        new = min(engine.decoder.num_drafts + 2, engine.capacity - 1)
+        engine.run(
+            Request(prompt_ids=(0,), max_tokens=new, temperature=float(row % 2), seed=row)
+            for row in range(width)
+        )
+    for chunk in engine.programs.chunks:
+        if chunk + 2 <= engine.capacity:
+            engine.run([Request(prompt_ids=(0,) * (chunk + 1), max_tokens=1)])
+    engine.reset_counters()
