@@ -13,7 +13,7 @@ SCANNED = ("dspark_jax", "pallas_kernels", "tools")
 # of the modules and packages directly inside dspark_jax; "dspark_jax" stands for its __init__.py.
 LEVELS = (
     ("pallas_kernels",),
-    ("config", "types", "sharding"),
+    ("dspark_jax", "config", "types", "sharding"),
     (
         "layers",
         "rope",
@@ -27,9 +27,9 @@ LEVELS = (
     ),
     ("target", "draft"),
     ("schedule", "verify", "calibrate"),
-    ("decode", "train"),
+    ("state", "decode", "train"),
     ("engine", "eval"),
-    ("dspark_jax", "cli", "serve", "generate", "bench", "data"),
+    ("cli", "serve", "generate", "bench", "data", "__main__"),
     ("tools",),
 )
 RANK = {unit: rank for rank, units in enumerate(LEVELS) for unit in units}
@@ -51,10 +51,12 @@ BANNED_PACKAGES = {"torch", "transformers", "tests"}
 
 
 def _unit_of_file(path: Path) -> str:
-    """`dspark_jax/target/llama.py` belongs to `target`, `tools/convert.py` to `tools`."""
+    """`dspark_jax/target/llama.py` is `target`, any `__main__.py` a front end of its own."""
     parts = path.with_suffix("").parts
     if parts[0] != "dspark_jax":
         return parts[0]
+    if parts[-1] == "__main__":
+        return "__main__"
     return "dspark_jax" if parts[1].startswith("__") else parts[1]
 
 
@@ -153,7 +155,6 @@ PLANTED = {
         "def f():\n    import dspark_jax.serve.http",
         "is above",
     ),
-    "package_root": ("dspark_jax/decode.py", "import dspark_jax", "is above"),
     "tools_from_front_end": ("dspark_jax/bench.py", "import tools.profile_sps", "is above"),
     "kernel_to_project": (
         "pallas_kernels/gather/ops.py",

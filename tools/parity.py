@@ -19,16 +19,30 @@ import numpy as np  # noqa: E402
 from safetensors import SafetensorError  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 
-from dspark_jax.checkpoint.draft import load_draft  # noqa: E402
+from dspark_jax.checkpoint.draft import draft_rules, load_draft  # noqa: E402
+from dspark_jax.checkpoint.rules import stored_tensors  # noqa: E402
 from dspark_jax.checkpoint.target import load_target  # noqa: E402
 from dspark_jax.config import TargetConfig  # noqa: E402
+from dspark_jax.draft.confidence import confidence_logits  # noqa: E402
 from dspark_jax.draft.dense import DenseDraft  # noqa: E402
+from dspark_jax.draft.markov import markov_bias  # noqa: E402
 from dspark_jax.draft.propose import propose  # noqa: E402
 from dspark_jax.kv_cache import write_rows  # noqa: E402
+from dspark_jax.layers import score_vocabulary  # noqa: E402
 from dspark_jax.target.llama import LlamaTarget, stack_layers  # noqa: E402
+from dspark_jax.train.blocks import TrainBatch, block_rows, slot_hidden  # noqa: E402
+from dspark_jax.train.forward import train_backbone  # noqa: E402
+from dspark_jax.train.loss import LossConfig, markov_block, vocabulary_loss  # noqa: E402
+from dspark_jax.train.vocabulary import full_vocabulary  # noqa: E402
 from dspark_jax.types import Block, Params, SamplingParams  # noqa: E402
 
 LOGITS_TOLERANCE = 2e-4  # absolute; hidden states: of their largest value, if that is above 1
+RELATIVE_TOLERANCE = 1e-4  # losses and gradients: of an array's largest value
+ALIGNED = "aligned_target_logits"
+TRAIN_KNOWN = (
+    "token_ids", "loss_mask", "anchor_positions", "block_keep_mask", "context_features",
+    "target_last_hidden", "target_token_ids", "eval_mask", ALIGNED,
+)  # fmt: skip
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -257,9 +271,78 @@ def draft_block(
 
 
 def check_train_step(directory: Path) -> list[Result]:
-    """Says that the training step's vectors were not looked at."""
-    print("  train_step: not checked by this version")
-    return []
+    """Checks one training step of a pair: logits, losses and gradients, `train_step.safetensors`.
+
+    Args:
+      directory: the golden folder with `target/` and `draft/`.
+
+    Returns:
+      One result per golden array.
+    """
+    golden = _read(directory / "train_step.safetensors")
+    target_config, target_params = load_target(directory / "target")
+    shared = LlamaTarget(config=target_config).shared_head(target_params)
+    config, params, shared = load_draft(directory / "draft", target_config, shared)
+    batch = _train_batch(golden)
+    rows = block_rows(config, batch)
+
+    @jax.jit
+    def loss_of(params: Params) -> tuple[jax.Array, tuple]:
+        hidden = train_backbone(DenseDraft(config=config), params, shared.embedding, batch, rows)
+        vocabulary, weights = full_vocabulary(shared), LossConfig()
+        total, sums = vocabulary_loss(
+            config, weights, params, vocabulary, hidden, rows, batch.anchors, batch.target_hidden
+        )
+        return total, (sums, hidden)
+
+    (loss, (sums, hidden)), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
+    latent, embedding = markov_block(params.get("markov"), rows.previous, hidden)
+    logits = score_vocabulary(hidden, shared.head)
+    if latent is not None:
+        logits = logits + markov_bias(params["markov"], latent)
+    aligned = score_vocabulary(slot_hidden(batch, config.block_size), shared.head)
+    arrays = {"draft_logits": logits}
+    if config.enable_confidence_head:
+        arrays["confidence_logits"] = confidence_logits(params["confidence"], hidden, embedding)
+    keep = _array(golden, "block_keep_mask")  # dropped blocks hold values of no meaning
+    results = [compare_logits(k, v[keep], _array(golden, k)[keep]) for k, v in arrays.items()]
+    inside = np.asarray(batch.anchors[..., None] + np.arange(1, config.block_size + 1))
+    inside = keep[..., None] & (inside < batch.tokens.shape[1])  # these rows have a label
+    labels, targets = (_array(golden, name) for name in ("target_token_ids", ALIGNED))
+    results += [
+        compare_logits(ALIGNED, aligned[inside], targets[inside]),
+        compare_tokens("target_token_ids", rows.labels[inside], labels[inside]),
+        compare_tokens("eval_mask", rows.supervised, _array(golden, "eval_mask")),
+    ]
+    scalars = {"loss": loss}
+    for term, ours in (("ce_loss", "ce"), ("l1_loss", "l1"), ("confidence_loss", "bce")):
+        scalars[f"term.{term}_num"] = sums.get(ours, jnp.zeros(()))
+        scalars[f"term.{term}_den"] = sums["den"] if ours in sums else jnp.zeros(())
+    stored = stored_tensors(grads, draft_rules(config))
+    scaled = {name: value.reshape(1) for name, value in scalars.items()}
+    scaled |= {f"grad.{name}": value for name, value in stored.items()}
+    results += [_compare_scaled(name, v, _array(golden, name)) for name, v in scaled.items()]
+    return results + _unknown(golden, {*arrays, *scaled, *TRAIN_KNOWN}, "")
+
+
+def _train_batch(golden: Arrays) -> TrainBatch:
+    tokens = jnp.asarray(_array(golden, "token_ids"), jnp.int32)
+    return TrainBatch(
+        tokens=tokens,
+        loss_mask=jnp.asarray(_array(golden, "loss_mask")) > 0,
+        positions=jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape),
+        segments=jnp.ones_like(tokens),
+        context_features=jnp.asarray(_array(golden, "context_features")),
+        target_hidden=jnp.asarray(_array(golden, "target_last_hidden")),
+        anchors=jnp.asarray(_array(golden, "anchor_positions"), jnp.int32),
+        keep=jnp.asarray(_array(golden, "block_keep_mask")),
+    )
+
+
+def _compare_scaled(name: str, got: jax.Array, expected: np.ndarray) -> Result:
+    """Compares losses and gradients: relative to the array's largest value."""
+    scale = float(np.abs(expected).max(initial=0.0))
+    return compare(name, got, expected, tolerance=RELATIVE_TOLERANCE * scale)
 
 
 # vectors -> the check that reads them; a folder may hold several
@@ -316,7 +399,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             failed += 1
             continue
         for result in results:
-            print(f"  {'ok    ' if result.ok else 'FAILED'} {result.name:<22} {result.detail}")
+            print(f"  {'ok    ' if result.ok else 'FAILED'} {result.name:<38} {result.detail}")
         failed += sum(not result.ok for result in results)
     print("all within tolerance" if not failed else f"{failed} failed")
     return 1 if failed else 0
@@ -330,7 +413,8 @@ def _check_hidden(prefix: str, hidden: Sequence[jax.Array], golden: Arrays) -> l
 
 def _unknown(golden: Arrays, known: set[str], prefix: str) -> list[Result]:
     """A golden array nobody compared is a failure, not a pass."""
-    left = sorted(name for name in set(golden) - known if not name.startswith(prefix))
+    compared = {name for name in golden if prefix and name.startswith(prefix)}
+    left = sorted(set(golden) - known - compared)
     return [Result(name=name, ok=False, detail="not known to this version") for name in left]
 
 

@@ -53,24 +53,7 @@ def propose(
             params, shared, cache, anchor=anchor, anchor_pos=anchor_pos
         )
         base_logits = draft.base_logits(shared, block_hidden)
-    vocab = shared.embedding.shape[0]
     markov, confidence = params.get("markov"), params.get("confidence")
-
-    def pick(logits: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
-        def sampled(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-            log_probs = warp(logits, sampling)
-            if coupled:
-                noise = gumbel(position_keys(sampling.seed, position), vocab)
-                noise = noise if shared.target_ids is None else noise[:, shared.target_ids]
-            else:
-                keys = round_keys(sampling.seed, round_index, position, Purpose.DRAFT)
-                noise = gumbel(keys, logits.shape[-1])
-            return draw(log_probs, noise), log_probs
-
-        def greedy(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return jnp.argmax(logits, axis=-1).astype(jnp.int32), logits
-
-        return jax.lax.cond(any_sampled(sampling), sampled, greedy, logits)
 
     def step(carry: tuple, inputs: tuple) -> tuple:
         previous, state = carry
@@ -79,8 +62,9 @@ def propose(
         if markov is not None:
             latent, embedding, state = markov_step(markov, previous, hidden, state)
             logits = logits + markov_bias(markov, latent)
-        row, log_probs = pick(logits, anchor_pos + 1 + k)
-        token = row if shared.target_ids is None else shared.target_ids[row]
+        token, log_probs = _pick(
+            logits, shared, sampling, round_index, anchor_pos + 1 + k, coupled
+        )
         trust = None
         if confidence is not None:
             trust = confidence_logits(confidence, hidden, embedding)
@@ -106,3 +90,30 @@ def propose(
         block_hidden=block_hidden,
         confidence_logits=None if trust is None else rows_first(trust),
     )
+
+
+def _pick(
+    logits: jax.Array,
+    shared: SharedHead,
+    sampling: SamplingParams,
+    round_index: jax.Array,
+    position: jax.Array,
+    coupled: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Draws one draft per request from logits [R, Vd]: target ids i32[R], and log q."""
+
+    def sampled(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        log_probs = warp(logits, sampling)
+        if coupled:
+            noise = gumbel(position_keys(sampling.seed, position), shared.embedding.shape[0])
+            noise = noise if shared.target_ids is None else noise[:, shared.target_ids]
+        else:
+            keys = round_keys(sampling.seed, round_index, position, Purpose.DRAFT)
+            noise = gumbel(keys, logits.shape[-1])
+        return draw(log_probs, noise), log_probs
+
+    def greedy(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32), logits
+
+    row, log_probs = jax.lax.cond(any_sampled(sampling), sampled, greedy, logits)
+    return row if shared.target_ids is None else shared.target_ids[row], log_probs

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.decode import Decoder
 from dspark_jax.engine.programs import Programs
 from dspark_jax.engine.requests import Emission, FinishReason, Request, RequestError, Sequence
+from dspark_jax.state import Decoder
 from dspark_jax.tokenizer import Tokenizer
 from dspark_jax.types import PairParams, RoundOutput, SamplingParams
 
@@ -132,8 +132,9 @@ class Engine:
         if prompt + request.max_tokens > self.capacity:
             raise RequestError(
                 "max_tokens" if prompt < self.capacity else "prompt",
-                f"{prompt} prompt tokens + {request.max_tokens} new",
-                f"at most {self.capacity} together; shorten the prompt or lower max_tokens",
+                request.max_tokens if prompt < self.capacity else f"{prompt} tokens",
+                f"at most {self.capacity} tokens with the answer (prompt {prompt}, max_tokens "
+                f"{request.max_tokens}); shorten the prompt or lower max_tokens",
             )
         vocab = self.decoder.target.config.vocab_size
         bad = [i for i in request.prompt_ids if not 0 <= i < vocab]

@@ -1,25 +1,26 @@
 """From names on a command line to an engine's models."""
 
 import dataclasses
+import platform
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
-from dspark_jax.checkpoint.demo import resolve_model
+from dspark_jax.checkpoint.demo import cache_dir, resolve_model
 from dspark_jax.checkpoint.draft import load_draft
 from dspark_jax.checkpoint.fingerprint import fingerprint_target
 from dspark_jax.checkpoint.target import load_target
 from dspark_jax.config import DraftConfig, TargetConfig
-from dspark_jax.decode import Decoder
 from dspark_jax.draft.dense import DenseDraft
 from dspark_jax.schedule import ScheduleConfig
+from dspark_jax.state import Decoder
 from dspark_jax.target.llama import LlamaTarget, stack_layers
 from dspark_jax.tokenizer import Tokenizer
 from dspark_jax.types import PairParams
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-DEMO_DRAFT = Path(__file__).parent.parent / "data" / "smollm2_dspark"
+DEMO_DRAFT = Path(__file__).parent.parent / "pretrained" / "smollm2_dspark"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,18 @@ class Pair:
         )
 
 
+def use_compilation_cache() -> None:
+    """Keeps compiled programs in the cache directory, unless JAX was told where already.
+
+    Compiled CPU programs use the instructions of the machine they were made on, so each host has
+    a folder of its own.
+    """
+    if jax.config.jax_compilation_cache_dir is None:
+        folder = cache_dir() / "compiled" / platform.node()
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
 def load_pair(model: str, draft: str, *, dtype: str = "float32") -> Pair:
     """Loads a target and a draft.
 
@@ -59,6 +72,8 @@ def load_pair(model: str, draft: str, *, dtype: str = "float32") -> Pair:
       draft: a directory; "none"; "random" for untrained weights (the text is still the
         target's); "auto" for the draft shipped for this model, if there is one.
       dtype: "float32" or "bfloat16", of weights and caches.
+
+    Compiled programs are kept on disk from here on (see `use_compilation_cache`).
 
     Returns:
       The pair. Embedding and LM head exist once.
@@ -69,6 +84,7 @@ def load_pair(model: str, draft: str, *, dtype: str = "float32") -> Pair:
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}; expected one of {sorted(DTYPES)}.")
+    use_compilation_cache()
     directory = resolve_model(model)
     config, params = load_target(directory, dtype=DTYPES[dtype])
     if jax.default_backend() != "cpu":

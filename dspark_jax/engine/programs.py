@@ -8,16 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.decode import (
-    Decoder,
-    DecodeState,
-    admit,
-    decode_round,
-    init_state,
-    plain_step,
-    prefill,
-    release,
-)
+from dspark_jax.decode import decode_round, plain_step, prefill
+from dspark_jax.state import Decoder, DecodeState, admit, init_state, release
 from dspark_jax.types import PairParams, SamplingParams
 
 PREFILL_CHUNKS = (32, 128, 512)  # prompt rows per prefill program

@@ -7,6 +7,7 @@ The maths is the same; `stack_layers` and `split_layers` convert.
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 
 import flax.linen as nn
@@ -70,7 +71,9 @@ class DecoderLayer(nn.Module):
         if cfg.attention_bias:
             y = y + self.param("o_bias", nn.initializers.zeros_init(), (width,))
         x = x + y
-        mlp = MoeMlp(cfg.moe, name="mlp") if cfg.moe else GatedMlp(cfg.intermediate_size, name="mlp")
+        mlp = (
+            MoeMlp(cfg.moe, name="mlp") if cfg.moe else GatedMlp(cfg.intermediate_size, name="mlp")
+        )
         return x + mlp(RmsNorm(cfg.rms_norm_eps, name="mlp_norm")(x)), k, v
 
 
@@ -253,7 +256,8 @@ def split_layers(params: Params) -> Params:
     """Stacked layers [L, ..] as a tuple of per-layer trees."""
     layers = params["layers"]
     count = jax.tree.leaves(layers)[0].shape[0]
-    return params | {"layers": tuple(jax.tree.map(lambda x: x[i], layers) for i in range(count))}
+    split = [jax.tree.map(operator.itemgetter(i), layers) for i in range(count)]
+    return params | {"layers": tuple(split)}
 
 
 def stack_layers(params: Params) -> Params:

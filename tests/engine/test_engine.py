@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from dspark_jax.config import DraftConfig, RopeConfig, TargetConfig
-from dspark_jax.decode import Decoder
 from dspark_jax.draft.dense import DenseDraft
 from dspark_jax.engine.core import Engine
 from dspark_jax.engine.profile import measure_steps_per_s
 from dspark_jax.engine.requests import FinishReason, Request, RequestError
 from dspark_jax.schedule import ScheduleConfig
+from dspark_jax.state import Decoder
 from dspark_jax.target.llama import LlamaTarget, split_layers
 from dspark_jax.types import PairParams
 
@@ -254,7 +254,7 @@ def test_requests_that_cannot_be_served_name_the_field(pair: tuple) -> None:
         with pytest.raises(RequestError) as error:
             engine.submit(Request(prompt_ids=prompt, max_tokens=4))
         assert error.value.field == field
-    with pytest.raises(RequestError, match="at most 96 together"):
+    with pytest.raises(RequestError, match="at most 96 tokens"):
         engine.submit(Request(prompt_ids=(1,), max_tokens=CAPACITY))
     bad = {"max_tokens": 0, "temperature": -1.0, "top_k": -1, "top_p": 0.0, "min_p": 2.0,
            "seed": -1}  # fmt: skip
@@ -279,7 +279,7 @@ def test_the_cache_is_updated_in_place(pair: tuple, plain: bool) -> None:
     for compiled in (program, engine.programs.prefill[512]):
         memory = compiled.memory_analysis()
         assert memory.alias_size_in_bytes >= cache
-        assert memory.temp_size_in_bytes < cache / 4
+        assert memory.temp_size_in_bytes < cache / 2
 
 
 def test_counters_agree_with_the_sequences(pair: tuple) -> None:
@@ -299,4 +299,5 @@ def test_measured_steps_per_s_form_a_staircase(pair: tuple) -> None:
     tables = measure_steps_per_s(engine)
     for rows, table in tables.items():
         assert np.all(np.diff(table[rows:]) <= 0)
-        assert set(np.flatnonzero(np.diff(table[rows:])) + rows) <= set(engine.programs.buckets(rows))
+        steps = set(np.flatnonzero(np.diff(table[rows:])) + rows)
+        assert steps <= set(engine.programs.buckets(rows))
