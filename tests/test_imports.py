@@ -26,9 +26,9 @@ LEVELS = (
         "tokenizer",
     ),
     ("target", "draft"),
-    ("schedule", "verify", "calibrate"),
+    ("schedule", "verify", "calibrate", "sps"),
     ("state", "decode", "train"),
-    ("engine", "eval"),
+    ("engine", "eval", "simulate"),
     ("cli", "serve", "generate", "bench", "data", "__main__"),
     ("tools",),
 )
@@ -46,6 +46,7 @@ BARRED = {
     "schedule": LAYER_UNITS | MODEL_UNITS,
     "verify": LAYER_UNITS | MODEL_UNITS,
     "calibrate": LAYER_UNITS | MODEL_UNITS,
+    "sps": LAYER_UNITS | MODEL_UNITS,
 }
 BANNED_PACKAGES = {"torch", "transformers", "tests"}
 
