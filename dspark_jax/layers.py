@@ -13,13 +13,36 @@ from dspark_jax.config import RopeConfig
 KERNEL_INIT = nn.initializers.normal(0.02)
 
 
+def project(x: jax.Array, kernel: jax.Array, *, inner: int = 1) -> jax.Array:
+    """A matrix product over the last axes of x and the first of the kernel, as one 2-D matmul.
+
+    The same as an einsum; but with one row XLA for CPU runs an einsum over split axes at a third
+    of the speed of the flat product.
+
+    Args:
+      x: [.., *contracted].
+      kernel: [*contracted, *out].
+      inner: how many axes are contracted.
+
+    Returns:
+      [.., *out].
+    """
+    batch, out = x.shape[: x.ndim - inner], kernel.shape[inner:]
+    size = math.prod(kernel.shape[:inner])
+    y = x.reshape(-1, size) @ kernel.reshape(size, -1)
+    return y.reshape(*batch, *out)
+
+
 class RmsNorm(nn.Module):
     """Root-mean-square norm, statistics in float32, rounded to the input's type before the scale.
 
-    Source: transformers Qwen3RMSNorm and LlamaRMSNorm.
+    With `round_last` the scale is applied in float32 too and the product is rounded.
+
+    Source: transformers Qwen3RMSNorm and LlamaRMSNorm; `round_last`: DeepSeek V4 RMSNorm.
     """
 
     eps: float
+    round_last: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -27,6 +50,8 @@ class RmsNorm(nn.Module):
         weight = self.param("weight", nn.initializers.ones_init(), (x.shape[-1],))
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        if self.round_last:
+            return (weight.astype(jnp.float32) * y).astype(x.dtype)
         return weight * y.astype(x.dtype)
 
 
@@ -40,8 +65,8 @@ class GatedMlp(nn.Module):
         """Maps x [.., D] to [.., D]."""
         gate_up = self.param("gate_up", KERNEL_INIT, (x.shape[-1], 2, self.width))
         down = self.param("down", KERNEL_INIT, (self.width, x.shape[-1]))
-        y = jnp.einsum("...d,dcf->...cf", x, gate_up)
-        return jnp.einsum("...f,fd->...d", nn.silu(y[..., 0, :]) * y[..., 1, :], down)
+        y = project(x, gate_up)
+        return project(nn.silu(y[..., 0, :]) * y[..., 1, :], down)
 
 
 def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
@@ -125,6 +150,26 @@ def apply_rope(x: jax.Array, angles: jax.Array, *, interleaved: bool) -> jax.Arr
     if interleaved:
         return jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(x.shape)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def rotate_tail(x: jax.Array, angles: jax.Array, *, inverse: bool = False) -> jax.Array:
+    """Rotates the interleaved pairs of the last dimensions only, in float32.
+
+    Args:
+      x: [.., heads, H].
+      angles: f32[.., 2, R/2] from `rope_angles`, for the last R <= H dimensions.
+      inverse: turns back instead.
+
+    Returns:
+      x with its last R dimensions rotated, same type.
+
+    Source: DeepSeek V4 inference code, `apply_rotary_emb`.
+    """
+    rotated = 2 * angles.shape[-1]
+    if inverse:
+        angles = angles * jnp.array([[1.0], [-1.0]])
+    tail = apply_rope(x[..., -rotated:].astype(jnp.float32), angles, interleaved=True)
+    return jnp.concatenate([x[..., :-rotated], tail.astype(x.dtype)], axis=-1)
 
 
 def score_vocabulary(hidden: jax.Array, head: jax.Array) -> jax.Array:

@@ -25,14 +25,15 @@ def confidence_logits(
     """Logit of c_k.
 
     Args:
-      params: weight [D + Q] or [D], bias [].
+      params: weight [D + Q] or [D]; bias [], where the head has one.
       hidden: [.., D], h_k.
       markov_embedding: [.., Q], W1[x_{k-1}]; unused when the weight has D entries.
 
     Returns:
-      f32[..]. Computed in the hidden type, then widened, as the reference does.
+      f32[..]. Computed in the wider of the hidden and the weight type, as the references do.
     """
     x = hidden
     if params["weight"].shape[0] > hidden.shape[-1]:
         x = jnp.concatenate([hidden, markov_embedding], axis=-1)
-    return (x @ params["weight"] + params["bias"]).astype(jnp.float32)
+    logits = x @ params["weight"]
+    return (logits + params["bias"] if "bias" in params else logits).astype(jnp.float32)

@@ -22,6 +22,7 @@ from dspark_jax.layers import (
     GatedMlp,
     RmsNorm,
     apply_rope,
+    project,
     rope_angles,
     score_vocabulary,
 )
@@ -52,7 +53,7 @@ class DraftLayer(nn.Module):
 
     def keys_values(self, x: jax.Array, angles: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Rotated K and V [.., G, H] of context or block rows x [.., D]."""
-        kv = jnp.einsum("...d,dcgh->...cgh", x, self.kv)
+        kv = project(x, self.kv)
         if self.config.attention_bias:
             kv = kv + self.kv_bias
         k = self.k_norm(kv[..., 0, :, :])
@@ -71,12 +72,12 @@ class DraftLayer(nn.Module):
           [.., K, D].
         """
         y = self.attn_norm(x)
-        q = jnp.einsum("...d,dnh->...nh", y, self.q)
+        q = project(y, self.q)
         if self.config.attention_bias:
             q = q + self.q_bias
         q = apply_rope(self.q_norm(q), angles, interleaved=self.config.rope.interleaved)
         k, v = self.keys_values(y, angles)
-        y = jnp.einsum("...nh,nhd->...d", attend_fn(q, k, v), self.o)
+        y = project(attend_fn(q, k, v), self.o, inner=2)
         x = x + (y + self.o_bias if self.config.attention_bias else y)
         return x + self.mlp(self.mlp_norm(x))
 
@@ -123,7 +124,7 @@ class DenseDraft:
 
     def project_context(self, params: Params, context_features: jax.Array) -> jax.Array:
         """H_ctx [.., D] from the concatenated taps [.., M*D] (paper eq. 2)."""
-        x = jnp.einsum("...m,md->...d", context_features, params["context_proj"])
+        x = project(context_features, params["context_proj"])
         return RmsNorm(self.config.rms_norm_eps).apply({"params": params["context_norm"]}, x)
 
     def context_kv(
@@ -189,6 +190,7 @@ class DenseDraft:
         hidden = RmsNorm(cfg.rms_norm_eps).apply({"params": params["norm"]}, x)
         return hidden if cfg.sample_from_anchor else hidden[:, 1:]
 
-    def base_logits(self, shared: SharedHead, block_hidden: jax.Array) -> jax.Array:
+    def base_logits(self, params: Params, shared: SharedHead, block_hidden: jax.Array) -> jax.Array:
         """U_k: f32[.., Vd] from h_k, before the Markov bias."""
+        del params  # h_k is normalised already
         return score_vocabulary(block_hidden, shared.head)

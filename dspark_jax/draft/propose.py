@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from dspark_jax.draft.confidence import confidence_logits
 from dspark_jax.draft.dense import DenseDraft
 from dspark_jax.draft.markov import initial_state, markov_bias, markov_step
+from dspark_jax.draft.presample import presampled_logits
 from dspark_jax.kv_cache import KVCache
 from dspark_jax.sampling import (
     Purpose,
@@ -30,6 +31,7 @@ def propose(
     round_index: jax.Array,
     sampling: SamplingParams,
     coupled: bool,
+    presample: bool = False,
 ) -> Block:
     """Drafts one block per request.
 
@@ -43,6 +45,7 @@ def propose(
       round_index: i32[R], rounds each request has run.
       sampling: per-request settings, the same that verification uses.
       coupled: draw with the noise of plain decoding at the same position.
+      presample: also estimate confidences from what is known before the first draft.
 
     Returns:
       The block. `draft_log_probs` is the distribution each draft was drawn from; in a batch
@@ -52,7 +55,7 @@ def propose(
         block_hidden = draft.backbone(
             params, shared, cache, anchor=anchor, anchor_pos=anchor_pos
         )
-        base_logits = draft.base_logits(shared, block_hidden)
+        base_logits = draft.base_logits(params, shared, block_hidden)
     markov, confidence = params.get("markov"), params.get("confidence")
 
     def step(carry: tuple, inputs: tuple) -> tuple:
@@ -79,6 +82,14 @@ def propose(
         )
         _, (tokens, log_probs, logits, trust) = jax.lax.scan(step, (anchor, state), rows)
 
+    presampled = None
+    if presample and confidence is not None:
+        with jax.named_scope("draft.presample"):
+            presampled = presampled_logits(
+                params, shared, anchor=anchor, block_hidden=block_hidden,
+                base_logits=base_logits, temperature=sampling.temperature,
+            )  # fmt: skip
+
     def rows_first(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x, 0, 1)
 
@@ -89,6 +100,7 @@ def propose(
         base_logits=base_logits,
         block_hidden=block_hidden,
         confidence_logits=None if trust is None else rows_first(trust),
+        presampled_logits=presampled,
     )
 
 

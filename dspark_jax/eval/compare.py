@@ -16,9 +16,9 @@ import jax
 from dspark_jax import __version__
 from dspark_jax.engine.core import Engine
 from dspark_jax.engine.load import Pair
-from dspark_jax.engine.profile import measure_steps_per_s
+from dspark_jax.engine.profile import prepare_steps_per_s
 from dspark_jax.engine.requests import Request, Sequence
-from dspark_jax.schedule import NEEDS_SPS, ScheduleConfig
+from dspark_jax.schedule import ScheduleConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,7 @@ class Comparison:
     Attributes:
       schedule: policy of the drafted way.
       rejection_sample_method: "standard" or "coupled".
+      sps_table: file the drafted way schedules by; None measures where the policy needs it.
       max_new_tokens: per prompt.
       temperature: 0 is greedy.
       top_k: 0 is off.
@@ -40,6 +41,7 @@ class Comparison:
 
     schedule: ScheduleConfig = ScheduleConfig()
     rejection_sample_method: str = "standard"
+    sps_table: str | None = None
     max_new_tokens: int = 128
     temperature: float = 0.0
     top_k: int = 0
@@ -170,8 +172,7 @@ class Contest:
             )  # fmt: skip
 
         self.plain, self.drafted = side(True), side(False)
-        if options.schedule.policy in NEEDS_SPS and pair.draft is not None:
-            measure_steps_per_s(self.drafted.engine)
+        prepare_steps_per_s(self.drafted.engine, pair, options.sps_table, progress)
 
     def restart(self, options: Comparison) -> None:
         """Forgets what has been measured; the engines stay warm.

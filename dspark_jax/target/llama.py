@@ -22,6 +22,7 @@ from dspark_jax.layers import (
     GatedMlp,
     RmsNorm,
     apply_rope,
+    project,
     rope_angles,
     score_vocabulary,
 )
@@ -55,7 +56,7 @@ class DecoderLayer(nn.Module):
         per_group = cfg.num_attention_heads // groups
         qkv = self.param("qkv", KERNEL_INIT, (width, groups, per_group + 2, head_dim))
         out = self.param("o", KERNEL_INIT, (groups, per_group, head_dim, width))
-        y = jnp.einsum("rwd,dgnh->rwgnh", RmsNorm(cfg.rms_norm_eps, name="attn_norm")(x), qkv)
+        y = project(RmsNorm(cfg.rms_norm_eps, name="attn_norm")(x), qkv)
         if cfg.attention_bias:
             zeros = nn.initializers.zeros_init()
             y = y + self.param("qkv_bias", zeros, (groups, per_group + 2, head_dim))
@@ -67,7 +68,7 @@ class DecoderLayer(nn.Module):
         q = apply_rope(q, angles, interleaved=cfg.rope.interleaved)
         k = apply_rope(k, angles, interleaved=cfg.rope.interleaved)
         y = attend_fn(q, k, v).reshape(*x.shape[:2], groups, per_group, head_dim)
-        y = jnp.einsum("rwgnh,gnhd->rwd", y, out)
+        y = project(y, out, inner=3)
         if cfg.attention_bias:
             y = y + self.param("o_bias", nn.initializers.zeros_init(), (width,))
         x = x + y
