@@ -1,6 +1,7 @@
 """Options and manners shared by the command-line front ends."""
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from dspark_jax.checkpoint.demo import DEMO_TARGET
 from dspark_jax.engine.load import DTYPES, Pair, load_pair
 from dspark_jax.eval.compare import Comparison
 from dspark_jax.schedule import (
+    CONFIDENCE_SOURCES,
     POLICIES,
     REJECTION_SAMPLE_METHODS,
     THRESHOLD_KINDS,
@@ -29,6 +31,20 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", default="float32", choices=sorted(DTYPES), help="weights and caches"
     )
+    _add_schedule_options(parser)
+    parser.add_argument(
+        "--rejection-sample-method", default="standard", choices=REJECTION_SAMPLE_METHODS,
+        help="'block' accepts more than 'standard'; 'coupled': the text for a seed does not depend "
+        "on the draft",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sps-table", metavar="FILE",
+        help="steps per second by verified rows, from tools/profile_sps.py; without it, a policy "
+        "that needs them has them measured at start-up",
+    )  # fmt: skip
+
+
+def _add_schedule_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy", default="full", choices=sorted(POLICIES), help="how many drafts to verify"
     )
@@ -41,8 +57,27 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="compare each position's confidence, or the survival so far",
     )  # fmt: skip
     parser.add_argument(
-        "--rejection-sample-method", default="standard", choices=REJECTION_SAMPLE_METHODS,
-        help="'coupled': the text for a seed does not depend on the draft",
+        "--lag", type=int, default=2, metavar="N",
+        help="policy 'lagged' plans by the confidences of so many rounds ago",
+    )  # fmt: skip
+    parser.add_argument(
+        "--min-verify-len", type=int, default=0, metavar="N",
+        help="drafts of each request verified whatever their confidence",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-verify-len", type=int, metavar="N", help="most drafts of a request verified"
+    )
+    parser.add_argument(
+        "--min-predicted-gain", type=float, metavar="G",
+        help="draft nothing in rounds where drafts promise less gain; 0.05 is 5 %%",
+    )  # fmt: skip
+    parser.add_argument(
+        "--confidence-source", default="head", choices=CONFIDENCE_SOURCES,
+        help="'online': from what was accepted so far, for drafts without a confidence head",
+    )  # fmt: skip
+    parser.add_argument(
+        "--probe-every", type=int, default=0, metavar="N",
+        help="verify every draft in one round of N, to see what trimming costs; 0 is never",
     )  # fmt: skip
 
 
@@ -61,16 +96,15 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, temperature: bool =
 
 def schedule_from(args: argparse.Namespace) -> ScheduleConfig:
     """The scheduling policy of `add_model_options`."""
-    return ScheduleConfig(
-        policy=args.policy,
-        confidence_threshold=args.confidence_threshold,
-        threshold_kind=args.threshold_kind,
-    )
+    names = [field.name for field in dataclasses.fields(ScheduleConfig)]
+    return ScheduleConfig(**{name: getattr(args, name) for name in names})
 
 
 def comparison_from(args: argparse.Namespace, **more: Any) -> Comparison:
     """The settings of a comparison from both sets of options, and what is given by name."""
-    names = ("rejection_sample_method", "max_new_tokens", "top_k", "top_p", "min_p", "seed")
+    names = (
+        "rejection_sample_method", "sps_table", "max_new_tokens", "top_k", "top_p", "min_p", "seed",
+    )  # fmt: skip
     values = {name: getattr(args, name) for name in names}
     if "temperature" in args:
         values["temperature"] = args.temperature

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax.draft.propose import propose
+from dspark_jax.history import bypasses, is_probe, remember
 from dspark_jax.kv_cache import KVCache, write_rows
 from dspark_jax.sampling import (
     Purpose,
@@ -23,7 +24,7 @@ from dspark_jax.sampling import (
     sample_plain,
     warp,
 )
-from dspark_jax.schedule import schedule_prefixes
+from dspark_jax.schedule import Evidence, schedule_prefixes, staircase
 from dspark_jax.state import Decoder, DecodeState, SlotView, commit
 from dspark_jax.types import (
     AcceptResult,
@@ -31,10 +32,11 @@ from dspark_jax.types import (
     Packing,
     PairParams,
     RoundOutput,
+    ScheduleTables,
     SharedHead,
     TargetOutput,
 )
-from dspark_jax.verify import accept_coupled, accept_standard
+from dspark_jax.verify import accept_block, accept_coupled, accept_standard
 
 
 def prefill(
@@ -106,9 +108,11 @@ def plain_step(
         count=_after_reading(view.active.astype(jnp.int32), out),
     )  # fmt: skip
     state = commit(state.replace(target_kv=target_kv), view, result)
+    no, nothing = jnp.zeros((), bool), jnp.ones((rows, 0))
     output = RoundOutput(
         tokens=token[:, None], emit_len=view.active.astype(jnp.int32), accept_len=zeros,
-        verify_len=zeros, confidence=jnp.ones((rows, 0)),
+        verify_len=zeros, confidence=nothing, presampled=nothing,
+        verify_rows=jnp.int32(rows), probe=no, bypassed=no,
     )  # fmt: skip
     return state, output
 
@@ -117,7 +121,7 @@ def decode_round(
     decoder: Decoder,
     params: PairParams,
     state: DecodeState,
-    steps_per_s: jax.Array,
+    tables: ScheduleTables,
     rows: int,
     buckets: tuple[int, ...],
 ) -> tuple[DecodeState, RoundOutput]:
@@ -127,34 +131,33 @@ def decode_round(
       decoder: models with a draft.
       params: parameters.
       state: donated.
-      steps_per_s: f32[R*(K+1)+1], SPS by verified rows, for the policies that use it.
+      tables: speeds for the policies that use them, and temperatures of the confidences.
       rows: static R.
-      buckets: static, increasing numbers of flat rows to compile; the last is R*(K+1). The
-        smallest that holds the schedule is run, so rows that are not scheduled are not computed.
+      buckets: static, increasing numbers of flat rows to compile; the last holds every schedule.
+        The smallest that holds this one is run, so rows that are not scheduled are not computed.
 
     Returns:
       The state 1..K+1 tokens further, and what was emitted.
     """
     view = SlotView.of(state, rows)
-    coupled = decoder.rejection_sample_method == "coupled"
-    block = propose(
-        decoder.draft, params.draft, params.shared, state.context_kv,
-        anchor=view.anchor, anchor_pos=view.anchor_pos, round_index=view.round_index,
-        sampling=view.sampling, coupled=coupled,
-    )  # fmt: skip
     with jax.named_scope("schedule"):
-        room = state.target_kv.capacity - 1 - view.anchor_pos
-        limit = jnp.clip(jnp.minimum(view.remaining - 1, room), 0, decoder.num_drafts)
-        confidence = jnp.ones(block.draft_tokens.shape)
-        if block.confidence_logits is not None:
-            confidence = jax.nn.sigmoid(block.confidence_logits)
-        verify_len = schedule_prefixes(
-            confidence, limit, view.active, steps_per_s, decoder.schedule
-        )
+        evidence = _older_evidence(decoder, state, view, tables.steps_per_s, buckets)
+        bypassed = bypasses(state.history, evidence, decoder.schedule)
+    block = _propose(decoder, params, state, view, bypassed)
+    with jax.named_scope("schedule"):
+        acceptance = state.history.acceptance[:rows]
+        evidence = _with_confidences(decoder, evidence, block, tables, acceptance)
+        verify_len = schedule_prefixes(evidence, decoder.schedule)
+        probe = is_probe(state.history, decoder.schedule)
+        verify_len = jnp.where(probe, jnp.where(view.active, evidence.limit, 0), verify_len)
+        verify_len = jnp.where(bypassed, 0, verify_len)
     with jax.named_scope("target.verify"):
         verified = _verify(decoder, params, state.target_kv, view, block, verify_len, buckets)
     with jax.named_scope("accept"):
-        result = _accept(view, block, verified.logits, verify_len, params.shared, coupled)
+        result = _accept(
+            view, block, verified.logits, verify_len, params.shared,
+            decoder.rejection_sample_method,
+        )  # fmt: skip
     with jax.named_scope("commit"):
         kept = jnp.where(view.active, result.accept_len + 1, 0)
         target_kv = write_rows(
@@ -166,7 +169,11 @@ def decode_round(
         context_kv = write_rows(
             state.context_kv, k, v, first_slot=0, start=view.anchor_pos, count=kept
         )
-        state = state.replace(target_kv=target_kv, context_kv=context_kv)
+        history = remember(
+            state.history, active=view.active, bypassed=bypassed,
+            confidence=evidence.confidence, verify_len=verify_len, accept_len=result.accept_len,
+        )  # fmt: skip
+        state = state.replace(target_kv=target_kv, context_kv=context_kv, history=history)
         state = commit(state, view, result)
     offset = jnp.arange(decoder.num_drafts + 1)
     drafts = jnp.pad(block.draft_tokens, ((0, 0), (0, 1)))
@@ -175,8 +182,74 @@ def decode_round(
     )
     return state, RoundOutput(
         tokens=tokens, emit_len=kept, accept_len=result.accept_len, verify_len=verify_len,
-        confidence=confidence,
+        confidence=evidence.confidence, presampled=evidence.presampled,
+        verify_rows=verified.rows, probe=probe, bypassed=bypassed,
     )  # fmt: skip
+
+
+def _older_evidence(
+    decoder: Decoder,
+    state: DecodeState,
+    view: SlotView,
+    steps_per_s: jax.Array,
+    buckets: tuple[int, ...],
+) -> Evidence:
+    """What is known before the block is drafted; lagged confidences stand in for the others."""
+    rows = view.anchor.shape[0]
+    room = state.target_kv.capacity - 1 - view.anchor_pos
+    lagged = state.history.confidence[:rows, 0]
+    return Evidence(
+        confidence=lagged, presampled=lagged, lagged=lagged,
+        limit=jnp.clip(jnp.minimum(view.remaining - 1, room), 0, decoder.num_drafts),
+        active=view.active, steps_per_s=staircase(steps_per_s, buckets),
+    )  # fmt: skip
+
+
+def _propose(
+    decoder: Decoder,
+    params: PairParams,
+    state: DecodeState,
+    view: SlotView,
+    bypassed: jax.Array,
+) -> Block:
+    """The block; of zeros, and for nothing, in a round that bypasses the draft."""
+
+    def draft() -> Block:
+        return propose(
+            decoder.draft, params.draft, params.shared, state.context_kv,
+            anchor=view.anchor, anchor_pos=view.anchor_pos, round_index=view.round_index,
+            sampling=view.sampling, coupled=decoder.rejection_sample_method == "coupled",
+            presample=decoder.schedule.policy == "presampled",
+        )  # fmt: skip
+
+    if decoder.schedule.min_predicted_gain is None:
+        return draft()
+    shapes = jax.eval_shape(draft)
+    return jax.lax.cond(
+        bypassed, lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), draft
+    )
+
+
+def _with_confidences(
+    decoder: Decoder,
+    evidence: Evidence,
+    block: Block,
+    tables: ScheduleTables,
+    acceptance: jax.Array,
+) -> Evidence:
+    """Adds what this round's block says of itself, or what became of earlier ones."""
+    if decoder.schedule.confidence_source == "online":
+        return evidence.replace(confidence=acceptance, presampled=acceptance)
+    if block.confidence_logits is None:
+        sure = jnp.ones(block.draft_tokens.shape)
+        return evidence.replace(confidence=sure, presampled=sure)
+    confidence = jax.nn.sigmoid(block.confidence_logits / tables.sts_temperatures)
+    presampled = confidence
+    if block.presampled_logits is not None:
+        presampled = jax.nn.sigmoid(
+            block.presampled_logits / tables.sts_temperatures_presampled
+        )
+    return evidence.replace(confidence=confidence, presampled=presampled)
 
 
 @flax.struct.dataclass
@@ -187,6 +260,7 @@ class _Verified:
     context_features: jax.Array  # [R, W, M*D]
     new_k: jax.Array  # [L, R, W, G, H]
     new_v: jax.Array
+    rows: jax.Array  # i32[], flat rows computed
 
 
 def pack_rows(verify_len: jax.Array, active: jax.Array, width: int, total: int) -> Packing:
@@ -240,6 +314,7 @@ def _verify(
             context_features=packing.unpack(out.context_features[0]),
             new_k=out.new_k,
             new_v=out.new_v,
+            rows=jnp.int32(total),
         )
 
     scheduled = jnp.where(view.active, verify_len + 1, 0).sum()
@@ -253,7 +328,7 @@ def _accept(
     target_logits: jax.Array,
     verify_len: jax.Array,
     shared: SharedHead,
-    coupled: bool,
+    method: str,
 ) -> AcceptResult:
     """Applies the verification rule; a batch without sampling only compares argmaxes."""
     requests, width, vocab = target_logits.shape
@@ -273,7 +348,7 @@ def _accept(
         tokens = jax.lax.map(row, jnp.arange(width)).T.astype(jnp.int32)
         return accept_coupled(block.draft_tokens, tokens, verify_len)
 
-    def sampled_standard() -> AcceptResult:
+    def sampled_independently() -> AcceptResult:
         target_log_probs = warp(target_logits, sampling)
         draft_log_probs = expand_vocabulary(block.draft_log_probs, shared)
 
@@ -287,12 +362,13 @@ def _accept(
         keys = round_keys(
             sampling.seed, view.round_index, view.anchor_pos, Purpose.RESIDUAL
         )
-        return accept_standard(
+        rule = {"standard": accept_standard, "block": accept_block}[method]
+        return rule(
             block.draft_tokens, draft_log_probs, target_log_probs, verify_len, u,
             gumbel(keys, vocab),
         )  # fmt: skip
 
-    sampled = sampled_coupled if coupled else sampled_standard
+    sampled = sampled_coupled if method == "coupled" else sampled_independently
     return jax.lax.cond(any_sampled(sampling), sampled, greedy)
 
 

@@ -14,9 +14,8 @@ from dspark_jax.cli import (
     schedule_from,
 )
 from dspark_jax.engine.core import Engine
-from dspark_jax.engine.profile import measure_steps_per_s
+from dspark_jax.engine.profile import prepare_steps_per_s
 from dspark_jax.engine.requests import Request
-from dspark_jax.schedule import NEEDS_SPS
 
 
 def parser() -> argparse.ArgumentParser:
@@ -53,8 +52,7 @@ def main() -> None:
         slots=1, capacity=len(ids) + args.max_new_tokens, dtype=pair.dtype,
         tokenizer=pair.tokenizer, progress=say,
     )  # fmt: skip
-    if args.policy in NEEDS_SPS and pair.draft is not None:
-        measure_steps_per_s(engine)
+    prepare_steps_per_s(engine, pair, args.sps_table, say)
     sequence = engine.submit(request)
     begin = time.perf_counter()
     while engine.has_work:

@@ -48,12 +48,14 @@ class Curve:
       context_len: rows of context per request; 0 if unknown.
       verify_tokens: increasing numbers of rows.
       seconds: for each, never less than for fewer rows.
+      undrafted_seconds: of a round that drafts nothing; None if unknown.
     """
 
     requests: int
     context_len: int
     verify_tokens: tuple[int, ...]
     seconds: tuple[float, ...]
+    undrafted_seconds: float | None = None
 
     def __post_init__(self):
         tokens, seconds = np.array(self.verify_tokens), np.array(self.seconds)
@@ -65,8 +67,10 @@ class Curve:
             )
         if tokens[0] < 1 or (np.diff(tokens) <= 0).any():
             raise ValueError(f"{where}: verify_tokens {tokens.tolist()} must increase from 1 up.")
-        if not (np.isfinite(seconds) & (seconds > 0)).all():
-            raise ValueError(f"{where}: seconds {seconds.tolist()} must be positive numbers.")
+        undrafted = seconds[:1] if self.undrafted_seconds is None else [self.undrafted_seconds]
+        every = np.append(seconds, undrafted)
+        if not (np.isfinite(every) & (every > 0)).all():
+            raise ValueError(f"{where}: seconds {every.tolist()} must be positive numbers.")
         if (np.diff(seconds) < 0).any():
             raise ValueError(
                 f"{where}: more rows take less time in {seconds.tolist()}; make the curve with "
@@ -74,13 +78,20 @@ class Curve:
             )
 
     @classmethod
-    def of(cls, requests: int, context_len: int, seconds: Mapping[int, float]) -> "Curve":
+    def of(
+        cls,
+        requests: int,
+        context_len: int,
+        seconds: Mapping[int, float],
+        undrafted_seconds: float | None = None,
+    ) -> "Curve":
         """A curve from timings in any order, made monotone: the slower of a bucket and those below.
 
         Args:
           requests: R.
           context_len: rows of context per request.
           seconds: verified rows -> seconds of a round.
+          undrafted_seconds: of a round that drafts nothing.
 
         Returns:
           The curve.
@@ -90,18 +101,21 @@ class Curve:
         return cls(
             requests=requests, context_len=context_len,
             verify_tokens=tuple(int(t) for t in tokens), seconds=tuple(paid.tolist()),
+            undrafted_seconds=undrafted_seconds,
         )  # fmt: skip
 
     def at(self, rows: np.ndarray, lookup: str) -> np.ndarray:
-        """Seconds f64[..] for numbers of verified rows i[..], clamped at both ends."""
+        """Seconds f64[..] for numbers of verified rows i[..], clamped; 0 is a round undrafted."""
         tokens, seconds = np.array(self.verify_tokens), np.array(self.seconds)
         if lookup == "linear":
-            return np.interp(rows, tokens, seconds)
-        if lookup == "floor":
-            place = np.searchsorted(tokens, rows, side="right") - 1
+            drafted = np.interp(rows, tokens, seconds)
         else:
-            place = np.searchsorted(tokens, rows, side="left")
-        return seconds[np.clip(place, 0, len(tokens) - 1)]
+            floor = lookup == "floor"
+            place = np.searchsorted(tokens, rows, side="right" if floor else "left") - floor
+            drafted = seconds[np.clip(place, 0, len(tokens) - 1)]
+        if self.undrafted_seconds is None:
+            return drafted
+        return np.where(np.asarray(rows) == 0, self.undrafted_seconds, drafted)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,7 +166,7 @@ class SpsTable:
 
         Args:
           requests: R, active requests.
-          rows: i[..], verified rows, R..R*(K+1).
+          rows: i[..], verified rows, R..R*(K+1), or 0 for a round that drafts nothing.
           context_len: rows of context per request; None takes the middle of the table's.
 
         Returns:
@@ -206,9 +220,11 @@ class SpsTable:
           context_len: rows of context per request; None takes the middle of the table's.
 
         Returns:
-          f32[R*(K+1)+1]; entries below R repeat that of R, as no schedule verifies fewer.
+          f32[R*(K+1)+1]; entry 0 is for a round that drafts nothing, and the others below R repeat
+          that of R, as no schedule verifies fewer.
         """
         rows = np.maximum(np.arange(requests * (num_drafts + 1) + 1), requests)
+        rows[0] = 0
         return (1.0 / self.seconds(requests, rows, context_len)).astype(np.float32)
 
     def check(self, expected: SpsKey, progress: Callable[[str], None]) -> None:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax.draft.dense import DenseDraft
+from dspark_jax.history import History, forget, init_history
 from dspark_jax.kv_cache import KVCache
 from dspark_jax.schedule import ScheduleConfig
 from dspark_jax.target.llama import LlamaTarget
@@ -21,7 +22,7 @@ class Decoder:
       target: taps the draft's layers when there is a draft.
       draft: None decodes plainly.
       schedule: the scheduling policy.
-      rejection_sample_method: "standard" or "coupled".
+      rejection_sample_method: "standard", "block" or "coupled".
     """
 
     target: LlamaTarget
@@ -55,6 +56,7 @@ class DecodeState:
     remaining: jax.Array  # i32[S], tokens still wanted
     active: jax.Array  # bool[S]
     sampling: SamplingParams  # [S]
+    history: History | None  # for the schedule
 
 
 def init_state(decoder: Decoder, slots: int, capacity: int, dtype: jnp.dtype) -> DecodeState:
@@ -89,6 +91,7 @@ def init_state(decoder: Decoder, slots: int, capacity: int, dtype: jnp.dtype) ->
             temperature=floats(), top_k=ints(), top_p=floats() + 1, min_p=floats(),
             seed=jnp.zeros(slots, jnp.uint32),
         ),
+        history=init_history(decoder.schedule, slots, decoder.num_drafts) if draft else None,
     )  # fmt: skip
 
 
@@ -111,7 +114,7 @@ def admit(
       sampling: scalars for this request.
 
     Returns:
-      The state with the slot active and its counters fresh.
+      The state with the slot active, its counters fresh and its history forgotten.
     """
     return state.replace(
         anchor=state.anchor.at[slot].set(anchor),
@@ -120,6 +123,7 @@ def admit(
         remaining=state.remaining.at[slot].set(remaining),
         active=state.active.at[slot].set(True),
         sampling=jax.tree.map(lambda all_, one: all_.at[slot].set(one), state.sampling, sampling),
+        history=forget(state.history, slot) if state.history else None,
     )
 
 

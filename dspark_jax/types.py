@@ -79,6 +79,16 @@ class Block:
     base_logits: jax.Array  # f32[R, K, Vd], before the Markov bias
     block_hidden: jax.Array  # [R, K, D]
     confidence_logits: jax.Array | None  # f32[R, K]; None without a confidence head
+    presampled_logits: jax.Array | None = None  # f32[R, K], the same before any draft was drawn
+
+
+@flax.struct.dataclass
+class ScheduleTables:
+    """What scheduling has measured; data of a round, so that it can change without compiling."""
+
+    steps_per_s: jax.Array  # f32[R*(K+1)+1], SPS by verified rows; entry 0: nothing is drafted
+    sts_temperatures: jax.Array  # f32[K], confidence logits are divided by them
+    sts_temperatures_presampled: jax.Array  # f32[K], the same for presampled confidence logits
 
 
 @flax.struct.dataclass
@@ -106,4 +116,8 @@ class RoundOutput:
     emit_len: jax.Array  # i32[R], accept_len + 1; 0 where inactive
     accept_len: jax.Array  # i32[R]
     verify_len: jax.Array  # i32[R]
-    confidence: jax.Array  # f32[R, K]; ones without a confidence head
+    confidence: jax.Array  # f32[R, K], what the schedule went by; ones without a confidence head
+    presampled: jax.Array  # f32[R, K], its estimate before any draft; the same where not made
+    verify_rows: jax.Array  # i32[], rows the target computed
+    probe: jax.Array  # bool[], all drafts were verified whatever the policy says
+    bypassed: jax.Array  # bool[], nothing was drafted

@@ -13,7 +13,7 @@ SCANNED = ("dspark_jax", "pallas_kernels", "tools")
 # of the modules and packages directly inside dspark_jax; "dspark_jax" stands for its __init__.py.
 LEVELS = (
     ("pallas_kernels",),
-    ("dspark_jax", "config", "types", "sharding"),
+    ("dspark_jax", "config", "config_deepseek", "types", "sharding"),
     (
         "layers",
         "rope",
@@ -26,7 +26,7 @@ LEVELS = (
         "tokenizer",
     ),
     ("target", "draft"),
-    ("schedule", "verify", "calibrate", "sps"),
+    ("schedule", "history", "verify", "calibrate", "sps"),
     ("state", "decode", "train"),
     ("engine", "eval", "simulate"),
     ("cli", "serve", "generate", "bench", "data", "__main__"),
@@ -44,6 +44,7 @@ BARRED = {
     "target": {"draft"},
     "draft": {"target"},
     "schedule": LAYER_UNITS | MODEL_UNITS,
+    "history": LAYER_UNITS | MODEL_UNITS,
     "verify": LAYER_UNITS | MODEL_UNITS,
     "calibrate": LAYER_UNITS | MODEL_UNITS,
     "sps": LAYER_UNITS | MODEL_UNITS,

@@ -52,9 +52,7 @@ def propose(
       where every request is greedy it is not computed and holds the logits.
     """
     with jax.named_scope("draft.backbone"):
-        block_hidden = draft.backbone(
-            params, shared, cache, anchor=anchor, anchor_pos=anchor_pos
-        )
+        block_hidden = draft.backbone(params, shared, cache, anchor=anchor, anchor_pos=anchor_pos)
         base_logits = draft.base_logits(params, shared, block_hidden)
     markov, confidence = params.get("markov"), params.get("confidence")
 
@@ -65,9 +63,8 @@ def propose(
         if markov is not None:
             latent, embedding, state = markov_step(markov, previous, hidden, state)
             logits = logits + markov_bias(markov, latent)
-        token, log_probs = _pick(
-            logits, shared, sampling, round_index, anchor_pos + 1 + k, coupled
-        )
+        at = anchor_pos + 1 + k
+        token, log_probs = _pick(logits, shared, sampling, round_index, at, coupled)
         trust = None
         if confidence is not None:
             trust = confidence_logits(confidence, hidden, embedding)

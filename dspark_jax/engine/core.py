@@ -5,7 +5,6 @@ what every request gained. Who calls it, and who waits for what, is the server's
 """
 
 import collections
-import dataclasses
 import time
 from collections.abc import Callable, Iterable
 
@@ -13,38 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dspark_jax.engine.counters import Counters
 from dspark_jax.engine.programs import Programs
 from dspark_jax.engine.requests import Emission, FinishReason, Request, RequestError, Sequence
 from dspark_jax.state import Decoder
 from dspark_jax.tokenizer import Tokenizer
-from dspark_jax.types import PairParams, RoundOutput, SamplingParams
-
-
-@dataclasses.dataclass
-class Counters:
-    """Totals since the engine started, under the names vLLM users know."""
-
-    num_drafts: int  # request-rounds with a draft
-    num_draft_tokens: int  # drafts verified
-    num_accepted_tokens: int
-    num_accepted_tokens_per_pos: list[int]
-    num_draft_tokens_per_pos: list[int]
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    rounds: int = 0  # programs run
-    round_s: float = 0.0  # seconds spent in them
-    prefill_s: float = 0.0
-    finished: int = 0
-
-    @classmethod
-    def zero(cls, num_drafts: int) -> "Counters":
-        """Counters for blocks of `num_drafts` drafts."""
-        return cls(0, 0, 0, [0] * num_drafts, [0] * num_drafts)
-
-    @property
-    def acceptance_length(self) -> float:
-        """tau: mean tokens per request and round, the target's own included; 0 before any."""
-        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0
+from dspark_jax.types import PairParams, RoundOutput, SamplingParams, ScheduleTables
 
 
 class Engine:
@@ -85,6 +58,8 @@ class Engine:
             rows: np.ones(rows * (decoder.num_drafts + 1) + 1, np.float32)
             for rows in self.programs.widths
         }
+        self.sts_temperatures = np.ones(decoder.num_drafts, np.float32)
+        self.sts_temperatures_presampled = np.ones(decoder.num_drafts, np.float32)
         self._state = self.programs.new_state()
         self._running: dict[int, Sequence] = {}  # slot -> sequence
         self._waiting: collections.deque[Sequence] = collections.deque()
@@ -162,7 +137,7 @@ class Engine:
         if not self._running:
             return []
         rows = next(w for w in self.programs.widths if w > max(self._running))
-        return self._commit(rows, self._run(rows))
+        return self._commit(self._run(rows))
 
     def run(self, requests: Iterable[Request]) -> list[Sequence]:
         """Runs requests to their end, batched into the slots.
@@ -178,13 +153,21 @@ class Engine:
             self.step()
         return sequences
 
+    def tables(self, steps_per_s: np.ndarray) -> ScheduleTables:
+        """What a round schedules by: speeds f32[R*(K+1)+1], and the engine's temperatures."""
+        return ScheduleTables(
+            steps_per_s=steps_per_s,
+            sts_temperatures=self.sts_temperatures,
+            sts_temperatures_presampled=self.sts_temperatures_presampled,
+        )
+
     def _run(self, rows: int) -> RoundOutput:
         begin = time.perf_counter()
         if self.decoder.draft is None:
             self._state, output = self.programs.plain[rows](self.params, self._state)
         else:
             self._state, output = self.programs.round[rows](
-                self.params, self._state, self.steps_per_s[rows]
+                self.params, self._state, self.tables(self.steps_per_s[rows])
             )
         output = jax.device_get(output)
         self.counters.round_s += time.perf_counter() - begin
@@ -235,30 +218,22 @@ class Engine:
         self.counters.prompt_tokens += len(request.prompt_ids)
         self._running[slot] = sequence
 
-    def _commit(self, rows: int, output: RoundOutput) -> list[Emission]:
-        counters, emissions = self.counters, []
-        counters.rounds += 1
+    def _commit(self, output: RoundOutput) -> list[Emission]:
+        emissions = []
+        self.counters.count_round(output, int(output.emit_len.sum()))
         for slot, sequence in sorted(self._running.items()):
-            emitted, verified = int(output.emit_len[slot]), int(output.verify_len[slot])
             before = len(sequence.token_ids)
-            for token in output.tokens[slot, :emitted]:
+            for token in output.tokens[slot, : int(output.emit_len[slot])]:
                 sequence.commit(int(token))
             gained = len(sequence.token_ids) - before
             accepted = min(int(output.accept_len[slot]), gained)  # none past the end
             sequence.rounds += 1
-            sequence.drafted += verified
+            sequence.drafted += int(output.verify_len[slot])
             sequence.accepted += accepted
-            counters.generation_tokens += gained
-            if self.decoder.draft is not None:
-                counters.num_drafts += 1
-                counters.num_draft_tokens += verified
-                counters.num_accepted_tokens += accepted
-                for k in range(verified):
-                    counters.num_draft_tokens_per_pos[k] += 1
-                    counters.num_accepted_tokens_per_pos[k] += k < accepted
+            self.counters.count_request(output, slot, accepted, gained)
             if sequence.finish_reason is not None:
                 self._free(slot)
-                counters.finished += 1
+                self.counters.finished += 1
             emissions.append(sequence.take_emission())
         return emissions
 

@@ -1,70 +1,239 @@
-"""SPS(B): how many rounds a second the compiled programs run, by verified rows."""
+"""SPS(B): how many rounds a second the compiled programs run, by verified rows.
 
+Measured on the device at hand, read from a table made earlier, or modelled from what the programs
+say they cost.
+"""
+
+import functools
+import os
+import platform
 import time
+from collections.abc import Callable, Iterable
 
 import jax
 import numpy as np
 
+from dspark_jax import __version__
+from dspark_jax.decode import decode_round
 from dspark_jax.engine.core import Engine
-from dspark_jax.types import SamplingParams
+from dspark_jax.engine.load import Pair
+from dspark_jax.engine.programs import row_buckets, row_widths, schedule_table_shapes
+from dspark_jax.schedule import ScheduleConfig
+from dspark_jax.sps import Chip, Curve, SpsKey, SpsTable, load_sps_table, roofline_table
+from dspark_jax.state import DecodeState, init_state
 
-REPEATS = 5  # rounds timed per bucket; the median counts
+REPEATS = 5  # chains timed per bucket; the median counts
+CHAIN = 3  # rounds started without waiting for one another
 
 
-def measure_steps_per_s(engine: Engine, *, context_len: int = 256) -> dict[int, np.ndarray]:
+def sps_key(pair: Pair) -> SpsKey:
+    """What a table for this device and these models is made for.
+
+    The draft counts by what sets its cost, so that training it further leaves tables valid.
+    """
+    kind = jax.devices()[0].device_kind
+    if kind == "cpu":
+        kind = f"{os.cpu_count()}-core {platform.machine()} cpu"
+    draft = "none"
+    if pair.draft is not None:
+        config = pair.draft.config
+        draft = (
+            f"{config.num_hidden_layers} layers of width {config.hidden_size}, "
+            f"{config.num_drafts} drafts, {config.markov_head_type or 'no'} Markov head of rank "
+            f"{config.markov_rank}"
+        )
+    return SpsKey(
+        device=f"{jax.device_count()}x {kind}", model=pair.name, draft=draft,
+        dtype=np.dtype(pair.dtype).name,
+        versions=(("dspark_jax", __version__), ("jax", jax.__version__)),
+    )  # fmt: skip
+
+
+def measure_table(
+    engine: Engine,
+    key: SpsKey,
+    context_lens: Iterable[int],
+    progress: Callable[[str], None] = lambda message: None,
+) -> SpsTable:
     """Times every bucket of every round program on the device at hand.
 
-    The rounds are real ones over idle caches: the number of rows is set by the tokens each request
-    still wants. A bucket never counts as faster than a smaller one (timings are noisy, and the
-    schedule must not be drawn to rows it pays nothing for).
+    The rounds are real ones over idle caches, draft and acceptance included; the number of rows
+    is set by the tokens each request still wants.
 
     Args:
-      engine: warm and without requests; its slots are used and left empty.
-      context_len: context rows per request while timing, cut to the engine's capacity.
+      engine: warm and without requests; its requests' state is not touched.
+      key: what the table is made for.
+      context_lens: context rows per request while timing, cut to the engine's capacity.
+      progress: told each median, and of buckets that could not be filled.
 
     Returns:
-      Per batch width R, f32[R*(K+1)+1]: steps per second by verified rows. Also stored in
-      `engine.steps_per_s`.
+      A monotone staircase over the engine's widths and buckets.
 
     Raises:
       ValueError: the engine has no draft, or has work.
     """
     if engine.decoder.draft is None or engine.has_work:
         raise ValueError("steps per second are measured on an idle engine with a draft.")
-    width = engine.decoder.num_drafts + 1
-    position = min(context_len, engine.capacity - 1 - width)
-    for rows, table in engine.steps_per_s.items():
-        seconds = np.zeros(len(table))
-        floor = 0.0
-        for bucket in engine.programs.buckets(rows):
-            floor = max(floor, _time_bucket(engine, rows, bucket, max(position, 1)))
-            seconds[bucket] = floor
-        buckets = np.array(engine.programs.buckets(rows))
-        paid = buckets[np.searchsorted(buckets, np.arange(len(table)))]
-        engine.steps_per_s[rows] = (1.0 / seconds[paid]).astype(np.float32)
+    longest = max(engine.capacity - 2 - engine.decoder.num_drafts, 1)
+    curves = []
+    state = engine.programs.new_state()
+    for context_len in sorted({min(c, longest) for c in context_lens}):
+        for rows in engine.programs.widths:
+            seconds = {}
+            for bucket in engine.programs.buckets(rows):
+                state, seconds[bucket], filled = _time_bucket(
+                    engine, state, rows, bucket, context_len
+                )
+                short = "" if filled == bucket else f" (only {filled} rows scheduled)"
+                progress(
+                    f"context {context_len}, {rows} requests, {bucket} rows{short}: "
+                    f"{1e3 * seconds[bucket]:.2f} ms"
+                )
+            undrafted = None
+            if engine.decoder.schedule.min_predicted_gain is not None:
+                state, undrafted, _ = _time_bucket(engine, state, rows, 0, context_len)
+                progress(
+                    f"context {context_len}, {rows} requests, undrafted: {1e3 * undrafted:.2f} ms"
+                )
+            curves.append(Curve.of(rows, context_len, seconds, undrafted))
+    return SpsTable(key=key, source="measured", curves=tuple(curves))
+
+
+def measure_steps_per_s(engine: Engine, *, context_len: int = 256) -> dict[int, np.ndarray]:
+    """Measures (see `measure_table`) and lets the engine schedule by the result.
+
+    Args:
+      engine: warm and without requests.
+      context_len: context rows per request while timing, cut to the engine's capacity.
+
+    Returns:
+      Per batch width R, f32[R*(K+1)+1]: steps per second by verified rows, as now stored in
+      `engine.steps_per_s`.
+
+    Raises:
+      ValueError: the engine has no draft, or has work.
+    """
+    use_table(engine, measure_table(engine, SpsKey(), [context_len]))
     return engine.steps_per_s
 
 
-def _time_bucket(engine: Engine, rows: int, bucket: int, position: int) -> float:
-    """Median seconds of a round in which R requests schedule `bucket` rows in all."""
-    drafts = np.full(rows, bucket // rows - 1)
-    drafts[: bucket - drafts.sum() - rows] += 1
-    state = engine.programs.new_state()
-    sampling = SamplingParams(
-        temperature=np.float32(0), top_k=np.int32(0), top_p=np.float32(1), min_p=np.float32(0),
-        seed=np.uint32(0),
-    )  # fmt: skip
+def use_table(engine: Engine, table: SpsTable) -> None:
+    """Lets the engine schedule by a table, read at half the engine's capacity as context.
+
+    A number of rows costs what the bucket costs that the engine would run for it.
+
+    Raises:
+      ValueError: the table does not reach the engine's widths.
+    """
+    for rows in engine.programs.widths:
+        steps = table.steps_per_s(rows, engine.decoder.num_drafts, engine.capacity // 2)
+        buckets = np.array(engine.programs.buckets(rows))
+        index = np.searchsorted(buckets, np.arange(len(steps)))
+        engine.steps_per_s[rows] = steps[buckets[np.minimum(index, len(buckets) - 1)]]
+        engine.steps_per_s[rows][0] = steps[0]
+
+
+def prepare_steps_per_s(
+    engine: Engine, pair: Pair, path: str | None, progress: Callable[[str], None]
+) -> None:
+    """Gives the engine what its policy schedules by.
+
+    Args:
+      engine: warm and without requests.
+      pair: its models.
+      path: table to use; without one, a policy that needs it has it measured now.
+      progress: told what is done and doubted.
+
+    Raises:
+      FileNotFoundError: no such file.
+      ValueError: the table is damaged, or made for something else.
+    """
+    if engine.decoder.draft is None:
+        return
+    if path is not None:
+        table = load_sps_table(path)
+        table.check(sps_key(pair), progress)
+        use_table(engine, table)
+    elif engine.decoder.schedule.needs_sps:
+        progress("measuring steps per second")
+        measure_steps_per_s(engine)
+
+
+def profiled_points(slots: int, num_drafts: int) -> list[tuple[int, int]]:
+    """(R, verified rows) of every program an engine with an adaptive policy compiles."""
+    return [
+        (rows, bucket)
+        for rows in row_widths(slots)
+        for bucket in row_buckets(rows, num_drafts, adaptive=True)
+    ]
+
+
+def modelled_table(
+    pair: Pair,
+    points: Iterable[tuple[int, int]],
+    context_len: int,
+    chip: Chip,
+    progress: Callable[[str], None],
+) -> SpsTable:
+    """A roofline table: rounds are compiled here, and costed with another chip's peaks.
+
+    Args:
+      pair: models with a draft.
+      points: (R, verified rows) to cost; each is compiled.
+      context_len: context rows per request.
+      chip: whose peaks count.
+      progress: told of each program, and that this is no measurement.
+
+    Returns:
+      The table, `source` "modelled".
+
+    Raises:
+      ValueError: no draft, or the compiler gives no cost analysis.
+    """
+    if pair.draft is None:
+        raise ValueError("a table of rounds needs a draft; choose one with --draft.")
+    decoder = pair.decoder(ScheduleConfig())
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), pair.params)
+    capacity = context_len + decoder.num_drafts + 2
+    costs = {}
+    for rows, bucket in points:
+        progress(f"compiling {rows} requests, {bucket} rows")
+        state = jax.eval_shape(
+            functools.partial(init_state, decoder, rows, capacity, pair.dtype)
+        )  # fmt: skip
+        table = schedule_table_shapes(rows, decoder.num_drafts)
+        function = functools.partial(decode_round, decoder, rows=rows, buckets=(bucket,))
+        compiled = jax.jit(function, donate_argnums=1).lower(shapes, state, table).compile()
+        costs[context_len, rows, bucket] = compiled.cost_analysis()
+    return roofline_table(costs, chip, sps_key(pair), progress)
+
+
+def _time_bucket(
+    engine: Engine, state: DecodeState, rows: int, bucket: int, position: int
+) -> tuple[DecodeState, float, int]:
+    """Times a round of R requests and `bucket` rows, or one that drafts nothing where that is 0.
+
+    Returns the state, median seconds, and the rows that were scheduled.
+    """
+    undrafted = bucket == 0
+    drafts = np.full(rows, max(bucket // rows - 1, 0))
+    drafts[: max(bucket - drafts.sum() - rows, 0)] += 1
+    slots = np.arange(engine.slots)
+    remaining = np.zeros(engine.slots, np.int32)
+    remaining[:rows] = drafts + 1
     flat = np.ones_like(engine.steps_per_s[rows])  # every draft that fits is worth verifying
+    flat[0] = np.float32(1e9) if undrafted else 0.0  # and drafting never, or always, pays
+    tables = engine.tables(flat)
     times = []
     for _ in range(REPEATS + 1):
-        for slot in range(rows):
-            state = engine.programs.admit(
-                state, np.int32(slot), np.int32(0), np.int32(position),
-                np.int32(drafts[slot] + 1), sampling,
-            )  # fmt: skip
-        jax.block_until_ready(state)
         begin = time.perf_counter()
-        state, output = engine.programs.round[rows](engine.params, state, flat)
+        for _ in range(CHAIN):  # the same round again: small arrays go in, nothing is awaited
+            state = state.replace(
+                anchor_pos=np.full(engine.slots, position, np.int32),
+                remaining=remaining.copy(),
+                active=slots < rows,
+            )
+            state, output = engine.programs.round[rows](engine.params, state, tables)
         jax.block_until_ready(output)
-        times.append(time.perf_counter() - begin)
-    return float(np.median(times[1:]))
+        times.append((time.perf_counter() - begin) / CHAIN)
+    return state, float(np.median(times[1:])), rows + int(output.verify_len[:rows].sum())

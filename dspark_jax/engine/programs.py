@@ -10,7 +10,7 @@ import numpy as np
 
 from dspark_jax.decode import decode_round, plain_step, prefill
 from dspark_jax.state import Decoder, DecodeState, admit, init_state, release
-from dspark_jax.types import PairParams, SamplingParams
+from dspark_jax.types import PairParams, SamplingParams, ScheduleTables
 
 PREFILL_CHUNKS = (32, 128, 512)  # prompt rows per prefill program
 FIXED_FRACTIONS = (0.0, 0.5, 1.0)
@@ -36,6 +36,16 @@ def row_widths(slots: int) -> tuple[int, ...]:
     """Batch widths R to compile: powers of two up to the number of slots."""
     powers = [2**i for i in range(slots.bit_length()) if 2**i < slots]
     return (*powers, slots)
+
+
+def schedule_table_shapes(rows: int, num_drafts: int) -> ScheduleTables:
+    """Shapes of the tables a round of R requests and K drafts takes."""
+    temperatures = jax.ShapeDtypeStruct((num_drafts,), np.float32)
+    return ScheduleTables(
+        steps_per_s=jax.ShapeDtypeStruct((rows * (num_drafts + 1) + 1,), np.float32),
+        sts_temperatures=temperatures,
+        sts_temperatures_presampled=temperatures,
+    )
 
 
 class Programs:
@@ -81,8 +91,10 @@ class Programs:
 
     def buckets(self, rows: int) -> tuple[int, ...]:
         """Flat verify rows compiled for width `rows`."""
-        adaptive = self.decoder.schedule.policy != "full"
-        return row_buckets(rows, self.decoder.num_drafts, adaptive=adaptive)
+        schedule, longest = self.decoder.schedule, self.decoder.num_drafts
+        if schedule.max_verify_len is not None and schedule.probe_every == 0:
+            longest = min(longest, schedule.max_verify_len)
+        return row_buckets(rows, longest, adaptive=schedule.policy != "full")
 
     def _jobs(self) -> Iterator[tuple[str, dict, int, Callable]]:
         for chunk in self.chunks:
@@ -101,9 +113,9 @@ class Programs:
             function = functools.partial(
                 decode_round, self.decoder, rows=rows, buckets=self.buckets(rows)
             )
-            table = jax.ShapeDtypeStruct((rows * (self.decoder.num_drafts + 1) + 1,), np.float32)
+            tables = schedule_table_shapes(rows, self.decoder.num_drafts)
             yield f"round of {rows} requests", self.round, rows, functools.partial(
-                self._compile, function, self._params, self._state, table, donate=1
+                self._compile, function, self._params, self._state, tables, donate=1
             )
 
     def _compile(self, function: Callable, *shapes: object, donate: int = 0) -> Callable:

@@ -27,7 +27,7 @@ class Comparison:
 
     Attributes:
       schedule: policy of the drafted way.
-      rejection_sample_method: "standard" or "coupled".
+      rejection_sample_method: "standard", "block" or "coupled".
       sps_table: file the drafted way schedules by; None measures where the policy needs it.
       max_new_tokens: per prompt.
       temperature: 0 is greedy.
@@ -203,6 +203,8 @@ class Contest:
         standard rule). `accept_per_position` is prefix survival: drafts accepted at a position
         by drafts verified there. The conditional form divides by the rounds in which all earlier
         drafts passed. `verify_rate` is tokens emitted by rows verified (DeepSpec's).
+        `calibration_gap_per_position` is predicted less observed survival of the drafts verified.
+        `probe_acceptance_length` is that of the rounds that verified every draft.
         """
         options, counters = self.options, self.drafted.engine.counters
         accepted = counters.num_accepted_tokens_per_pos
@@ -212,7 +214,8 @@ class Contest:
         pairs = zip(self.plain.sequences, self.drafted.sequences, strict=True)
         equal = all(a.token_ids == b.token_ids for a, b in pairs)
         drafted = counters.num_drafts > 0
-        rows = counters.num_draft_tokens + counters.num_drafts
+        request_rounds = counters.num_drafts + counters.num_bypassed
+        rows = counters.num_draft_tokens + request_rounds
         return {
             "model": self.pair.name,
             "policy": options.schedule.policy,
@@ -222,7 +225,7 @@ class Contest:
             "max_new_tokens": options.max_new_tokens,
             "prompts": len(self.plain.sequences),
             "tokens_equal": equal if options.comparable else None,
-            "tau": counters.generation_tokens / counters.num_drafts if drafted else None,
+            "tau": counters.generation_tokens / request_rounds if drafted else None,
             "acceptance_length": counters.acceptance_length if drafted else None,
             "verify_rate": counters.generation_tokens / rows if drafted else None,
             "accept_per_position": _ratios(accepted, verified),
@@ -230,6 +233,15 @@ class Contest:
             "num_drafts": counters.num_drafts,
             "num_draft_tokens": counters.num_draft_tokens,
             "num_accepted_tokens": counters.num_accepted_tokens,
+            "num_bypassed": counters.num_bypassed,
+            "scheduled_rows": counters.scheduled_rows,
+            "verified_rows": counters.verified_rows,
+            "wasted_rows": counters.wasted_rows,
+            "calibration_gap_per_position": counters.calibration_gap_per_pos,
+            "survival_error_per_position": counters.survival_error_mean_per_pos,
+            "num_probes": counters.num_probes,
+            "num_probe_draft_tokens": counters.num_probe_draft_tokens,
+            "probe_acceptance_length": counters.probe_acceptance_length or None,
             "generated_tokens": counters.generation_tokens,
             "tokens_per_s": self.drafted.tokens_per_s,
             "plain_tokens_per_s": self.plain.tokens_per_s,

@@ -20,8 +20,9 @@ DEMO_TARGET = "smollm2-135m-instruct"
 # The choices of the modules that define them, which take longer to import than a server may take
 # to answer.
 DTYPES = ("bfloat16", "float32")
-POLICIES = ("early_stop", "full", "global", "threshold")
-REJECTION_SAMPLE_METHODS = ("standard", "coupled")
+CONFIDENCE_SOURCES = ("head", "online")
+POLICIES = ("early_stop", "full", "global", "lagged", "presampled", "threshold")
+REJECTION_SAMPLE_METHODS = ("standard", "block", "coupled")
 THRESHOLD_KINDS = ("per_position", "cumulative")
 
 USER_ERROR = 2  # exit code
@@ -55,6 +56,21 @@ def parser() -> argparse.ArgumentParser:
         "that is less",
     )  # fmt: skip
     add("--dtype", default="float32", choices=DTYPES, help="weights and caches")
+    _add_schedule_options(add)
+    add(
+        "--rejection-sample-method", default="standard", choices=REJECTION_SAMPLE_METHODS,
+        help="'block' accepts more than 'standard'; 'coupled': the text for a seed does not depend "
+        "on the draft",
+    )  # fmt: skip
+    add(
+        "--sps-table", metavar="FILE",
+        help="steps per second by verified rows, from tools/profile_sps.py; without it, a policy "
+        "that needs them has them measured at start-up",
+    )  # fmt: skip
+    return parser
+
+
+def _add_schedule_options(add: Callable) -> None:
     add("--policy", default="full", choices=POLICIES, help="how many drafts to verify")
     add(
         "--confidence-threshold", type=float, default=0.0, metavar="C",
@@ -65,10 +81,29 @@ def parser() -> argparse.ArgumentParser:
         help="compare each position's confidence, or the survival so far",
     )  # fmt: skip
     add(
-        "--rejection-sample-method", default="standard", choices=REJECTION_SAMPLE_METHODS,
-        help="'coupled': the text for a seed does not depend on the draft",
+        "--lag", type=_between(1, 64), default=2, metavar="N",
+        help="policy 'lagged' plans by the confidences of so many rounds ago",
     )  # fmt: skip
-    return parser
+    add(
+        "--min-verify-len", type=_between(0, 10**6), default=0, metavar="N",
+        help="drafts of each request verified whatever their confidence",
+    )  # fmt: skip
+    add(
+        "--max-verify-len", type=_between(0, 10**6), metavar="N",
+        help="most drafts of a request verified",
+    )  # fmt: skip
+    add(
+        "--min-predicted-gain", type=float, metavar="G",
+        help="draft nothing in rounds where drafts promise less gain; 0.05 is 5 %%",
+    )  # fmt: skip
+    add(
+        "--confidence-source", default="head", choices=CONFIDENCE_SOURCES,
+        help="'online': from what was accepted so far, for drafts without a confidence head",
+    )  # fmt: skip
+    add(
+        "--probe-every", type=_between(0, 10**6), default=0, metavar="N",
+        help="verify every draft in one round of N, to see what trimming costs; 0 is never",
+    )  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 from dspark_jax.engine.core import Engine
 from dspark_jax.engine.load import load_pair
-from dspark_jax.engine.profile import measure_steps_per_s
+from dspark_jax.engine.profile import prepare_steps_per_s
 from dspark_jax.engine.requests import Request
-from dspark_jax.schedule import NEEDS_SPS, ScheduleConfig
+from dspark_jax.schedule import ScheduleConfig
 from dspark_jax.serve.driver import Served
 
 DEFAULT_MAX_MODEL_LEN = 2048  # tokens
@@ -25,7 +25,14 @@ class LoadOptions:
     policy: str = "full"
     confidence_threshold: float = 0.0
     threshold_kind: str = "per_position"
+    lag: int = 2
+    min_verify_len: int = 0
+    max_verify_len: int | None = None
+    min_predicted_gain: float | None = None
+    confidence_source: str = "head"
+    probe_every: int = 0
     rejection_sample_method: str = "standard"
+    sps_table: str | None = None
     served_model_name: str | None = None
 
 
@@ -43,11 +50,8 @@ def load_served(options: LoadOptions, progress: Callable[[str], None]) -> Served
       FileNotFoundError: a model is missing.
       ValueError: a checkpoint is damaged, or options do not fit together.
     """
-    schedule = ScheduleConfig(
-        policy=options.policy,
-        confidence_threshold=options.confidence_threshold,
-        threshold_kind=options.threshold_kind,
-    )
+    names = [field.name for field in dataclasses.fields(ScheduleConfig)]
+    schedule = ScheduleConfig(**{name: getattr(options, name) for name in names})
     schedule.check_lossless(options.rejection_sample_method)
     progress(f"loading {options.model}")
     pair = load_pair(options.model, options.draft, dtype=options.dtype)
@@ -67,9 +71,7 @@ def load_served(options: LoadOptions, progress: Callable[[str], None]) -> Served
         tokenizer=pair.tokenizer,
         progress=progress,
     )
-    if options.policy in NEEDS_SPS and pair.draft is not None:
-        progress("measuring steps per second")
-        measure_steps_per_s(engine)
+    prepare_steps_per_s(engine, pair, options.sps_table, progress)
     progress("warming up")
     warm_up(engine)
     return Served(

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 if TYPE_CHECKING:
-    from dspark_jax.engine.core import Counters
+    from dspark_jax.engine.counters import Counters
 
 LABEL = "model_name"
 FIRST_TOKEN_BUCKETS_S = (
@@ -20,14 +20,45 @@ LATENCY_BUCKETS_S = (
 )  # fmt: skip
 REASONS = ("stop", "length", "abort")  # vLLM's words; "abort" is a cancelled request
 
-# Metric name after "vllm:", field of `Counters`, help.
+# Metric name after "vllm:", field of `Counters`, help. Dividing rates of these by one another
+# gives live figures: wasted by verified rows, accepted by probed drafts, and so on.
 TOTALS = (
     ("spec_decode_num_drafts", "num_drafts", "Request-rounds with a draft."),
     ("spec_decode_num_draft_tokens", "num_draft_tokens", "Draft tokens verified."),
     ("spec_decode_num_accepted_tokens", "num_accepted_tokens", "Draft tokens accepted."),
+    ("spec_decode_num_bypassed", "num_bypassed", "Request-rounds for which nothing was drafted."),
+    ("spec_decode_num_probes", "num_probes", "Request-rounds that verified every draft."),
+    ("spec_decode_scheduled_rows", "scheduled_rows", "Anchors and drafts sent to the target."),
+    ("spec_decode_verified_rows", "verified_rows", "Rows the target computed, padding included."),
+    ("spec_decode_wasted_rows", "wasted_rows", "Rows computed that no token came of."),
     ("prompt_tokens", "prompt_tokens", "Prompt tokens of admitted requests."),
     ("generation_tokens", "generation_tokens", "Tokens generated."),
 )
+
+
+TOTALS_PER_POS = (
+    (
+        "spec_decode_num_accepted_tokens_per_pos", "num_accepted_tokens_per_pos",
+        "Draft tokens accepted, by position in the block.",
+    ),
+    (
+        "spec_decode_num_draft_tokens_per_pos", "num_draft_tokens_per_pos",
+        "Draft tokens verified, by position in the block.",
+    ),
+    (
+        "spec_decode_num_probe_accepted_tokens_per_pos", "num_probe_accepted_tokens_per_pos",
+        "Draft tokens accepted in rounds that verified every draft, by position in the block.",
+    ),
+    (
+        "spec_decode_survival_per_pos", "survival_per_pos",
+        "Predicted survival of the draft tokens verified, summed. Less the accepted ones, it is "
+        "what calibration is off by.",
+    ),
+    (
+        "spec_decode_survival_error_per_pos", "survival_error_per_pos",
+        "Distance of predicted survival from acceptance, summed over the draft tokens verified.",
+    ),
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,14 +133,11 @@ class Metrics:
             family = CounterMetricFamily(f"vllm:{metric}", text, labels=[LABEL])
             family.add_metric([name], getattr(snapshot.counters, field))
             yield family
-        per_pos = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Draft tokens accepted, by position in the block.",
-            labels=[LABEL, "position"],
-        )
-        for position, accepted in enumerate(snapshot.counters.num_accepted_tokens_per_pos):
-            per_pos.add_metric([name, str(position)], accepted)
-        yield per_pos
+        for metric, field, text in TOTALS_PER_POS:
+            family = CounterMetricFamily(f"vllm:{metric}", text, labels=[LABEL, "position"])
+            for position, total in enumerate(getattr(snapshot.counters, field)):
+                family.add_metric([name, str(position)], total)
+            yield family
         gauges = (
             ("num_requests_running", snapshot.running, "Requests in a slot."),
             ("num_requests_waiting", snapshot.waiting, "Requests without a slot."),

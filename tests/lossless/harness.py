@@ -81,7 +81,12 @@ class Scheduler:
       confidences: per request, (tokens, drafts) -> c_1..c_K.
       block: K.
       room: tokens a request may emit in all; None lets a block run past the horizon.
+      lag: rounds back to the confidences that `lagged` and the bypass go by; the rules must keep
+        as many.
+      presampled: per request, tokens -> estimates of c_1..c_K from before any draft.
+      min_gain: a round that promises less by lagged confidences sends nothing; None always sends.
       seen: all answers so far with everybody active, to show that a test exercised something.
+      gains: what the bypass judged by, so far.
     """
 
     def __init__(
@@ -93,12 +98,18 @@ class Scheduler:
         block: int,
         room: int | None = None,
         horizon: int = 3,
+        lag: int = 0,
+        presampled: Sequence[Callable[[Tokens], Law]] = (),
+        min_gain: float | None = None,
         **kwargs,
     ):
         self.policy, self.confidences, self.sps, self.block = policy, confidences, sps, block
         self.room, self.horizon, self.kwargs = room, horizon, kwargs
+        self.lag, self.presampled, self.min_gain = lag, presampled, min_gain
         self.seen: set[tuple[int, ...]] = set()
+        self.gains: set[float] = set()
         self._made: dict = {}
+        self._decided: dict = {}
 
     def lengths(self, views: Sequence[View], paths: Sequence[Sequence[Tokens]]) -> np.ndarray:
         """verify_len for every combination of draft paths: int[paths of 1, .., of R, R]."""
@@ -130,10 +141,41 @@ class Scheduler:
         return self.block if self.room is None else min(self.block, self.room - len(tokens) - 1)
 
     def decide(self, views, drafts, confidence, limit, active) -> Sequence[int]:
-        """One schedule. `views` and `drafts` are for deliberately broken schedulers only."""
+        """One schedule. `drafts` are for deliberately broken schedulers only."""
+        lagged = tuple(self.older(r, view) for r, view in enumerate(views))
+        tokens = tuple(view[0] if self.presampled else () for view in views)
+        key = (tuple(confidence), lagged, tokens, tuple(limit), tuple(active))
+        if key not in self._decided:
+            presampled = [
+                table(view[0]) if active[r] else ()
+                for r, (table, view) in enumerate(zip(self.presampled, views, strict=False))
+            ]
+            self._decided[key] = self._decide(confidence, lagged, presampled, limit, active)
+        return self._decided[key]
+
+    def older(self, r: int, view: View) -> Law:
+        """Request r's confidences of `lag` rounds ago, ones in its first rounds."""
+        tokens, past = view
+        if len(tokens) >= self.horizon:
+            return ()
+        if self.lag == 0 or len(past) < self.lag:
+            return (1.0,) * self.block
+        return self.confidences[r](*past[-self.lag])
+
+    def _decide(self, confidence, lagged, presampled, limit, active) -> Sequence[int]:
+        if self.min_gain is not None:
+            planned = twin.schedule_numpy(
+                self.policy, lagged, limit, active, self.sps, lagged=lagged, presampled=lagged,
+                **self.kwargs,
+            )
+            gain = twin.gain(planned, lagged, active, self.sps) if any(active) else 0.0
+            self.gains.add(gain)
+            if gain < self.min_gain:
+                return [0] * len(confidence)
         return twin.schedule_numpy(
-            self.policy, confidence, limit, active, self.sps, **self.kwargs
-        )
+            self.policy, confidence, limit, active, self.sps, lagged=lagged,
+            presampled=presampled, **self.kwargs,
+        )  # fmt: skip
 
 
 def emitted_law(chains: Sequence[Chain], schedule: Scheduler) -> np.ndarray:

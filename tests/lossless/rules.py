@@ -3,9 +3,9 @@
 A node is what the future depends on: the tokens emitted so far and, for `coupled`, what earlier
 drafts revealed about the noise at positions not yet emitted. A block's PATH is the part of its
 drafts that the scheduler can see (the first K-1: c_K reads no further). From a node, every path
-and every verify_len lead to next nodes with exact probabilities. `standard` integrates the
-acceptance uniforms and the residual draw; `coupled` integrates Gumbel noise shared between draft,
-target and later rounds. Decisions are the twin's.
+and every verify_len lead to next nodes with exact probabilities. `standard` and `block` integrate
+the acceptance uniforms and the residual draw; `coupled` integrates Gumbel noise shared between
+draft, target and later rounds. Decisions are the twin's.
 """
 
 import itertools
@@ -30,7 +30,7 @@ Outcomes = dict[Node, float]
 
 
 class Rule:
-    """What `standard` and `coupled` share.
+    """What all rules share.
 
     Attributes:
       request: the world.
@@ -125,6 +125,45 @@ class Standard(Rule):
             if x is None or mass == 0:
                 return
             uniforms[j] = passes * (1 - _EDGE)
+
+
+class Block(Standard):
+    """Block verification: every prefix is tried by itself, and the longest that passes stands."""
+
+    def __init__(self, request: Request, accept: Callable = twin.accept_block_prefix, **kwargs):
+        super().__init__(request, accept, **kwargs)
+
+    @staticmethod
+    def passing(drafts: Tokens, q: list[Law], p: list[Law], verify_len: int) -> list[float]:
+        """Probability that each prefix 0..verify_len passes block verification, tried by itself."""
+        weights = [1.0]
+        for k in range(verify_len):
+            weights.append(min(1.0, weights[-1] * p[k][drafts[k]] / q[k][drafts[k]]))
+        out = [1.0]
+        for k in range(1, verify_len):
+            pairs = zip(p[k], q[k], strict=True)
+            rest = sum(max(0.0, weights[k] * a - b) for a, b in pairs)
+            whole = rest + 1.0 - weights[k]
+            out.append(rest / whole if whole > 0 else 1.0)
+        return out + [weights[-1]] if verify_len else out
+
+    def _verify(self, start, drafts, drawn_from, verify_len, mass):
+        p = [self.request.p(start + drafts[:k]) for k in range(len(drafts) + 1)]
+        passing = self.passing(drafts, drawn_from, p, verify_len)
+        uniforms = [0.5] * len(drafts)
+        for count in range(verify_len, -1, -1):
+            passes = passing[count]
+            if count:
+                uniforms[count - 1] = passes * (1 - _EDGE)
+            if passes > 0:
+                got, weights = self.accept(drafts, drawn_from, p, verify_len, uniforms)
+                for z, weight in enumerate(weights):
+                    if weight > 0:
+                        yield drafts[:got] + (z,), (), mass * passes * weight / sum(weights)
+            mass *= 1.0 - passes
+            if mass <= 0:
+                return
+            uniforms[count - 1] = passes * (1 + _EDGE)
 
 
 class Coupled(Rule):

@@ -4,76 +4,15 @@ Nothing is sampled: drafts, acceptances, residuals and shared Gumbel noise are e
 integrated over real rounds until three tokens are out.
 """
 
-import functools
-
 import numpy as np
 import pytest
 
-from tests.lossless import races, twin
-from tests.lossless.harness import Chain, Scheduler, emitted_law
-from tests.lossless.rules import Coupled, Node, Standard
-from tests.lossless.world import (
-    CONFIDENCES,
-    SPS_SHAPES,
-    Request,
-    confidence_table,
-    greedy,
-    joint_target_law,
-    nucleus,
-    sps_table,
-)
+from tests.lossless import races
+from tests.lossless.cases import EXACT, HORIZON, error_of
+from tests.lossless.world import CONFIDENCES, SPS_SHAPES
 
-HORIZON = 3
-EXACT = 1e-12
-RULES = {"standard": Standard, "coupled": Coupled}
+RULES = ("standard", "coupled")
 POLICIES = ("full", "per_position", "cumulative", "early_stop", "global")
-WORLDS = {
-    "plain": {},
-    "top_p": {"warp": nucleus(0.7, 0.8)},
-    "greedy": {"warp": greedy},
-    "reduced": {"draft_vocab": 2},
-}
-
-
-@functools.cache
-def request_of(world: str, vocab: int, block: int, number: int) -> Request:
-    return Request(vocab, block, seed=10 * vocab + number, **WORLDS[world])
-
-
-@functools.cache
-def chain_of(rule: str, world: str, vocab: int, block: int, number: int) -> Chain:
-    return Chain(RULES[rule](request_of(world, vocab, block, number)), Node())
-
-
-@functools.cache
-def scheduler_of(
-    policy: str, conf: str, shape: str, room: int | None,
-    world: str, vocab: int, block: int, requests: int,
-) -> Scheduler:  # fmt: skip
-    """Shared by both rules: decisions do not depend on the rule."""
-    tables = [
-        confidence_table(request_of(world, vocab, block, r), conf, seed=5 + r)
-        for r in range(requests)
-    ]
-    sps = sps_table(shape, requests, block, seed=3)
-    kwargs = {}
-    if policy in ("per_position", "cumulative"):
-        kwargs = {"threshold": 0.5, "cumulative": policy == "cumulative"}
-        policy = "threshold"
-    return Scheduler(policy, tables, sps, block=block, room=room, **kwargs)
-
-
-def error_of(
-    rule: str, policy: str, conf: str, shape: str, room: int | None = None,
-    *, world: str = "plain", vocab: int = 3, block: int = 2, requests: int = 1,
-) -> tuple[float, Scheduler]:  # fmt: skip
-    """Largest deviation of any outcome's probability from the target's, and the scheduler."""
-    scheduler = scheduler_of(policy, conf, shape, room, world, vocab, block, requests)
-    chains = [chain_of(rule, world, vocab, block, r) for r in range(requests)]
-    law = emitted_law(chains, scheduler)
-    target = joint_target_law([c.rule.request for c in chains], HORIZON)
-    assert abs(law.sum() - 1) < EXACT
-    return float(np.abs(law - target).max()), scheduler
 
 
 def settings(policy: str, *, thorough: bool) -> list[tuple[str, str]]:
@@ -143,31 +82,6 @@ def test_global_is_exact_with_standard_only_at_temperature_zero():
 def test_every_schedule_can_occur_under_early_stop():
     _, scheduler = error_of("standard", "early_stop", "coarse", "smooth", block=3, requests=2)
     assert len(scheduler.seen) == 16
-
-
-class Lagged(Scheduler):
-    """Capacity from the confidences of the round before, filled by this round's survival."""
-
-    def decide(self, views, drafts, confidence, limit, active):
-        ranked = twin.ranked_drafts(confidence, limit, active)
-        old = []
-        for r, (_, past) in enumerate(views):
-            known = past and active[r]
-            old.append(self.confidences[r](*past[-1]) if known else (1.0,) * len(confidence[r]))
-        bound = [min(n, len(row)) for n, row in zip(limit, old, strict=True)]
-        older = twin.ranked_drafts(old, bound, active)
-        capacity = twin.peak(twin.throughputs(older, sum(active), self.sps))
-        return twin.lengths(ranked, capacity, len(confidence))
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_capacity_from_an_older_round_is_exact(rule: str):
-    requests = [request_of("plain", 3, 2, r) for r in range(2)]
-    tables = [confidence_table(r, "coarse", seed=5 + i) for i, r in enumerate(requests)]
-    scheduler = Lagged("lagged", tables, sps_table("staircase", 2, 2, seed=3), block=2)
-    law = emitted_law([Chain(RULES[rule](r, lag=1), Node()) for r in requests], scheduler)
-    assert np.abs(law - joint_target_law(requests, HORIZON)).max() < EXACT
-    assert len(scheduler.seen) > 3
 
 
 @pytest.mark.parametrize("vocab", [3, 4])

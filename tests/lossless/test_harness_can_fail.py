@@ -1,11 +1,13 @@
 """What is known to be biased is seen to be biased, and the worked examples come out exactly."""
 
+import itertools
+
 import numpy as np
 import pytest
 
 from tests.lossless import races, twin
 from tests.lossless.harness import Chain, Scheduler, emitted_law
-from tests.lossless.rules import Coupled, Node, Rule, Standard
+from tests.lossless.rules import Block, Coupled, Node, Rule, Standard
 from tests.lossless.world import (
     Request,
     Scripted,
@@ -30,7 +32,10 @@ def first_token_law(policy: str, rule: type[Rule], case: str) -> np.ndarray:
     def confidence(tokens, drafts):
         return (c1, after_a if drafts[0] == 0 else after_b)
 
-    scheduler = Scheduler(policy, [confidence], (0.0, *sps), block=2, horizon=1)
+    scheduler = Scheduler(
+        policy, [confidence], (0.0, *sps), block=2, horizon=1,
+        presampled=[lambda tokens: (c1, (after_a + after_b) / 2)],
+    )  # fmt: skip
     return emitted_law([Chain(rule(Scripted(2, P, Q), horizon=1), Node())], scheduler)
 
 
@@ -38,11 +43,9 @@ def first_token_law(policy: str, rule: type[Rule], case: str) -> np.ndarray:
 def test_appendix_a(case: str):
     leaky = first_token_law("global", Standard, case)
     np.testing.assert_allclose(leaky, (0.85, 0.15), rtol=0, atol=EXACT)
-    for policy, rule in (
-        ("early_stop", Standard),
-        ("early_stop", Coupled),
-        ("full", Standard),
-        ("global", Coupled),
+    np.testing.assert_allclose(first_token_law("global", Coupled, case), P, rtol=0, atol=EXACT)
+    for policy, rule in itertools.product(
+        ("full", "threshold", "early_stop", "lagged", "presampled"), (Standard, Block, Coupled)
     ):
         law = first_token_law(policy, rule, case)
         np.testing.assert_allclose(law, P, rtol=0, atol=EXACT)
@@ -103,15 +106,15 @@ class TiesByValue(Scheduler):
         (TiesByValue, "coarse", "smooth", 2),
     ],
 )
-@pytest.mark.parametrize("vocab", [3, 4])
+@pytest.mark.parametrize("rule,vocab", [(Standard, 3), (Standard, 4), (Block, 3)])
 def test_leaky_schedules_are_caught(
-    kind: type[Scheduler], conf: str, shape: str, seen: int | None, vocab: int
+    kind: type[Scheduler], conf: str, shape: str, seen: int | None, rule: type[Rule], vocab: int
 ):
     requests = [Request(vocab, 2, seed=31 + r) for r in range(2)]
     leaky = scheduler(kind, requests, conf, shape)
-    assert bias(leaky, [Standard(r, seen=seen) for r in requests]) > CAUGHT
+    assert bias(leaky, [rule(r, seen=seen) for r in requests]) > CAUGHT
     honest = scheduler(Scheduler, requests, conf, shape)
-    assert bias(honest, [Standard(r, seen=seen) for r in requests]) < EXACT
+    assert bias(honest, [rule(r, seen=seen) for r in requests]) < EXACT
 
 
 @pytest.mark.parametrize("kind", [RankByFuture, CurrentCapacity, CurrentBypass, TiesByValue])

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax.schedule import ScheduleConfig, schedule_prefixes
-from dspark_jax.verify import accept_coupled, accept_standard
+from dspark_jax.schedule import Evidence, ScheduleConfig, predicted_gain, schedule_prefixes
+from dspark_jax.verify import accept_block, accept_coupled, accept_standard
 from tests.lossless import twin
 
 CASES = 1500  # per test
@@ -26,33 +26,57 @@ POLICIES = {
         "policy": "threshold", "confidence_threshold": 0.5, "threshold_kind": "cumulative",
     },
     "early_stop": {},
+    "lagged": {},
+    "presampled": {},
     "global": {},
+    "bounded_threshold": {
+        "policy": "threshold", "confidence_threshold": 0.75, "min_verify_len": 1,
+        "max_verify_len": 2,
+    },
+    "bounded_early_stop": {"policy": "early_stop", "min_verify_len": 1, "max_verify_len": 2},
+    "bounded_lagged": {"policy": "lagged", "min_verify_len": 1, "max_verify_len": 2},
 }  # fmt: skip
 
 
 @functools.cache
 def jitted_schedule(name: str):
     config = ScheduleConfig(**{"policy": name, **POLICIES[name]})
-    over_cases = jax.vmap(schedule_prefixes, in_axes=(0, 0, 0, 0, None))
-    return config, jax.jit(over_cases, static_argnums=4)
+    return config, jax.jit(jax.vmap(lambda evidence: schedule_prefixes(evidence, config)))
+
+
+def evidence_of(confidence, limit, active, sps, older=None) -> Evidence:
+    """Evidence on the device; `older` stands for both lagged and presampled confidences."""
+    current = jnp.asarray(confidence, jnp.float32)
+    older = current[::-1] if older is None else jnp.asarray(older, jnp.float32)
+    return Evidence(
+        confidence=current, lagged=older, presampled=older,
+        limit=jnp.asarray(limit, jnp.int32), active=jnp.asarray(active),
+        steps_per_s=jnp.asarray(sps, jnp.float32),
+    )  # fmt: skip
+
+
+def twin_schedule(config: ScheduleConfig, confidence, older, limit, active, sps) -> list[int]:
+    """The twin's answer for one case of arrays."""
+    return twin.schedule_numpy(
+        config.policy, confidence.tolist(), limit.tolist(), active.tolist(), sps.tolist(),
+        threshold=config.confidence_threshold, cumulative=config.threshold_kind == "cumulative",
+        lagged=older.tolist(), presampled=older.tolist(), floor=config.min_verify_len,
+        ceiling=config.max_verify_len,
+    )  # fmt: skip
 
 
 def schedules_agree(name: str, confidence, limit, active, sps) -> np.ndarray:
-    """Compares case by case; returns the jitted answer int[cases, R]."""
+    """Compares case by case, with the confidences in reverse as the older ones.
+
+    Returns:
+      The jitted answer int[cases, R].
+    """
     config, jitted = jitted_schedule(name)
-    got = np.asarray(
-        jitted(
-            jnp.asarray(confidence, jnp.float32), jnp.asarray(limit, jnp.int32),
-            jnp.asarray(active), jnp.asarray(sps, jnp.float32), config,
-        )
-    )  # fmt: skip
+    older = np.asarray(confidence)[::-1]
+    got = np.asarray(jitted(evidence_of(confidence, limit, active, sps)))
     for i in range(len(got)):
-        want = twin.schedule_numpy(
-            config.policy, confidence[i].tolist(), limit[i].tolist(), active[i].tolist(),
-            sps[i].tolist(), threshold=config.confidence_threshold,
-            cumulative=config.threshold_kind == "cumulative",
-        )  # fmt: skip
-        assert got[i].tolist() == want, (confidence[i], limit[i], active[i], sps[i])
+        want = twin_schedule(config, confidence[i], older[i], limit[i], active[i], sps[i])
+        assert got[i].tolist() == want, (confidence[i], older[i], limit[i], active[i], sps[i])
     return got
 
 
@@ -82,8 +106,10 @@ def test_random_schedules(name: str, requests: int, block: int):
 def test_all_confidences_zero(name: str):
     confidence, limit, active, sps = random_inputs(3, 3, seed=2)
     got = schedules_agree(name, np.zeros_like(confidence), limit, active, sps)
-    if name in ("per_position", "cumulative", "early_stop", "global"):
+    if name in ("per_position", "cumulative", "early_stop", "lagged", "presampled", "global"):
         assert (got == 0).all()
+    if "bounded" in name:
+        np.testing.assert_array_equal(got, np.where(active, np.minimum(limit, 1), 0))
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -92,7 +118,8 @@ def test_everything_ties(name: str):
     confidence, limit, active, sps = random_inputs(3, 3, seed=3)
     flat = np.ones_like(sps)
     got = schedules_agree(name, np.ones_like(confidence), limit, active, flat)
-    np.testing.assert_array_equal(got, np.where(active, limit, 0))
+    most = 2 if "bounded" in name else 3
+    np.testing.assert_array_equal(got, np.where(active, np.minimum(limit, most), 0))
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -110,14 +137,14 @@ def test_inactive_slots_change_nothing_for_the_others(name: str):
     alone = schedules_agree(name, confidence, limit, active, sps)
     config, jitted = jitted_schedule(name)
     idle_first = ((0, 0), (1, 0))
+    padded = np.pad(confidence, (*idle_first, (0, 0)), constant_values=np.nan)
     got = jitted(
-        jnp.pad(
-            jnp.asarray(confidence, jnp.float32), (*idle_first, (0, 0)), constant_values=jnp.nan
-        ),
-        jnp.pad(jnp.asarray(limit, jnp.int32), idle_first, constant_values=3),
-        jnp.pad(jnp.asarray(active), idle_first),
-        jnp.pad(jnp.asarray(sps, jnp.float32), ((0, 0), (0, 4)), constant_values=1.0),
-        config,
+        evidence_of(
+            padded,
+            np.pad(limit, idle_first, constant_values=3),
+            np.pad(active, idle_first),
+            np.pad(sps, ((0, 0), (0, 4)), constant_values=1.0),
+        )
     )
     np.testing.assert_array_equal(np.asarray(got), np.pad(alone, idle_first))
 
@@ -245,3 +272,58 @@ def test_coupled_random():
     ]
     assert list(zip(got.accept_len.tolist(), got.bonus_token.tolist(), strict=True)) == want
     assert {a for a, _ in want} == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("name", ["full", "early_stop", "lagged", "bounded_lagged"])
+def test_predicted_gain(name: str):
+    """By lagged confidences alone: this round's are not numbers here."""
+    older, limit, active, sps = random_inputs(3, 3, seed=6)
+    active[:, 0] = True
+    sps[:, 0] = np.random.default_rng(0).integers(1, 16, CASES) / 16
+    config, _ = jitted_schedule(name)
+    evidence = evidence_of(np.full_like(older, np.nan), limit, active, sps, older)
+    got = jax.jit(jax.vmap(lambda evidence: predicted_gain(evidence, config)))(evidence)
+    want = []
+    for i in range(CASES):
+        plan = twin_schedule(config, older[i], older[i], limit[i], active[i], sps[i])
+        want.append(twin.gain(plan, older[i].tolist(), active[i].tolist(), sps[i].tolist()))
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+    assert min(want) < 0 < max(want)
+
+
+def jitted_block(case: dict) -> tuple[list[int], list[int]]:
+    result = jax.jit(accept_block)(
+        jnp.asarray(case["drafts"], jnp.int32), logs(case["q"]), logs(case["p"]),
+        jnp.asarray(case["verify_len"], jnp.int32), jnp.asarray(case["uniforms"], jnp.float32),
+        jnp.asarray(case["noise"], jnp.float32),
+    )  # fmt: skip
+    return result.accept_len.tolist(), result.bonus_token.tolist()
+
+
+@pytest.mark.parametrize("vocab,block", [(3, 2), (4, 3), (9, 7)])
+def test_random_block_acceptances(vocab: int, block: int):
+    """Uniforms off the grid that probabilities lie on, so that none falls on a threshold."""
+    case = acceptance_inputs(ACCEPTANCES, block, vocab, seed=20 + block)
+    case["uniforms"] = np.random.default_rng(block).random(case["uniforms"].shape)
+    lengths, last = jitted_block(case)
+    for r in range(ACCEPTANCES):
+        want = twin.accept_block(*(case[k][r].tolist() for k in case))
+        assert (lengths[r], last[r]) == want, {k: v[r] for k, v in case.items()}
+    assert set(lengths) == set(range(max(lengths) + 1)) and max(lengths) >= 2
+    for r in range(ACCEPTANCES):
+        emitted = [*case["drafts"][r][: lengths[r]], last[r]]
+        assert all(case["p"][r, j, x] > 0 for j, x in enumerate(emitted))
+
+
+def test_block_ignores_drafts_past_verify_len_and_takes_certain_ones():
+    case = acceptance_inputs(500, 3, 4, seed=3)
+    before = jitted_block(case)
+    for r, n in enumerate(case["verify_len"]):
+        case["drafts"][r, n:] = (case["drafts"][r, n:] + 1) % 4
+        case["uniforms"][r, n:] = 0.0
+        case["q"][r, n:] = np.nan
+    assert jitted_block(case) == before
+    case = acceptance_inputs(500, 3, 4, seed=4)
+    case["p"][:, :-1] = case["q"]
+    case["uniforms"][:] = 1 - 2.0**-24
+    assert jitted_block(case)[0] == case["verify_len"].tolist()

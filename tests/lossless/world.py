@@ -123,6 +123,16 @@ def confidence_table(request: Request, kind: str, seed: int) -> Callable[[Tokens
     return confidences
 
 
+def presampled_table(request: Request, seed: int) -> Callable[[Tokens], Law]:
+    """Estimates of c_1..c_K that read the tokens before the block and none of its drafts."""
+
+    def estimates(tokens: Tokens) -> Law:
+        rng = np.random.default_rng([seed, 1, len(tokens), *tokens])
+        return tuple(float(x) for x in rng.uniform(0.2, 1.0, request.block))
+
+    return estimates
+
+
 def sps_table(shape: str, requests: int, block: int, seed: int) -> Law:
     """SPS(B) for B = 0..R*(K+1).
 

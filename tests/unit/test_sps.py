@@ -33,6 +33,15 @@ def test_staircase_pays_for_the_bucket_it_needs():
     np.testing.assert_allclose(1 / steps[7:], 0.016, rtol=1e-6)
 
 
+def test_entry_0_is_a_round_without_drafts_if_that_was_timed():
+    curve = Curve.of(2, 0, {2: 0.010, 10: 0.016}, 0.008)
+    made = table(curves=(curve,))
+    np.testing.assert_allclose(1 / made.steps_per_s(2, 4)[:4], [0.008, 0.01, 0.01, 0.016],
+                               rtol=1e-6)  # fmt: skip
+    with pytest.raises(ValueError, match="positive"):
+        Curve.of(2, 0, {2: 0.010}, 0.0)
+
+
 def test_requests_between_widths_pay_for_the_wider_program():
     steps = table().steps_per_s(3, 4, context_len=0)
     assert steps.shape == (16,)

@@ -1,0 +1,57 @@
+"""Confidence before a single draft is drawn.
+
+The confidence head wants the embedding of the token before draft k. Hidden states and base logits
+of a block do not depend on any draft (the backbone runs once), so the expected embedding under the
+base logits stands in for it. What comes out is a function of the context and the anchor only.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from dspark_jax.draft.confidence import confidence_logits
+from dspark_jax.sampling import GREEDY_BELOW
+from dspark_jax.types import Params, SharedHead
+
+LIKELIEST = 64  # tokens the expectation is taken over
+
+
+def presampled_logits(
+    params: Params,
+    shared: SharedHead,
+    *,
+    anchor: jax.Array,
+    block_hidden: jax.Array,
+    base_logits: jax.Array,
+    temperature: jax.Array,
+) -> jax.Array:
+    """Confidence logits of a block whose drafts do not exist yet.
+
+    The expectation leaves out the Markov bias, as the token it depends on is not known (and with
+    it the state of the `rnn` head, which acts through the bias alone), and top-k, top-p and min-p.
+    The temperatures that calibrate these logits are therefore a set of their own.
+
+    Args:
+      params: the draft's, with a confidence head.
+      shared: for the ids of a reduced vocabulary.
+      anchor: i32[R].
+      block_hidden: [R, K, D].
+      base_logits: f32[R, K, Vd].
+      temperature: f32[R], of the draws; 0 takes the likeliest token.
+
+    Returns:
+      f32[R, K].
+
+    Source: paper eq. 7 with W1[x_{k-1}] replaced by its expectation.
+    """
+    head = params["confidence"]
+    if head["weight"].shape[0] == block_hidden.shape[-1]:  # it does not look at tokens
+        return confidence_logits(head, block_hidden, None)
+    table = params["markov"]["w1"]
+    before = base_logits[:, :-1]
+    values, rows = jax.lax.top_k(before, min(LIKELIEST, before.shape[-1]))
+    cooled = values / jnp.maximum(temperature, GREEDY_BELOW)[:, None, None]
+    weights = jax.nn.softmax(cooled, axis=-1).astype(table.dtype)
+    ids = rows if shared.target_ids is None else shared.target_ids[rows]
+    expected = jnp.einsum("rkn,rknq->rkq", weights, table[ids])
+    embedding = jnp.concatenate([table[anchor][:, None], expected], axis=1)
+    return confidence_logits(head, block_hidden, embedding)

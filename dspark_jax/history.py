@@ -1,0 +1,124 @@
+"""What earlier rounds tell the scheduler, kept on the device between rounds.
+
+Everything here was settled before the drafts of the coming round are drawn, so any use of it is
+non-anticipating.
+"""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from dspark_jax.schedule import Evidence, ScheduleConfig, predicted_gain
+
+ONLINE_RATE = 0.1  # weight of the newest outcome in the estimate of acceptance
+EXPLORING_RATE = 0.01  # how fast the estimate for drafts that are never sent returns to 1
+HYSTERESIS = 0.02  # predicted gain above the least at which drafting starts again
+RECHECK_EVERY = 16  # rounds without drafts after which one drafts, to see how likely they are
+
+
+@flax.struct.dataclass
+class History:
+    """Of S slots. A request's first rounds look back on ones: it is taken to be predictable."""
+
+    confidence: jax.Array  # f32[S, lag, K], of the last rounds with drafts, oldest first
+    acceptance: jax.Array  # f32[S, K], how often draft k was accepted when those before it were
+    rounds: jax.Array  # i32[], rounds run
+    idle_rounds: jax.Array  # i32[], of those, how many without drafts since the last with
+
+
+def init_history(config: ScheduleConfig, slots: int, num_drafts: int) -> History:
+    """No rounds yet.
+
+    Args:
+      config: for its lag.
+      slots: S.
+      num_drafts: K.
+
+    Returns:
+      A history of ones.
+    """
+    return History(
+        confidence=jnp.ones((slots, config.lag, num_drafts)),
+        acceptance=jnp.ones((slots, num_drafts)),
+        rounds=jnp.zeros((), jnp.int32),
+        idle_rounds=jnp.zeros((), jnp.int32),
+    )
+
+
+def forget(history: History, slot: jax.Array) -> History:
+    """Makes slot i32[] one of a request without earlier rounds."""
+    return history.replace(
+        confidence=history.confidence.at[slot].set(1.0),
+        acceptance=history.acceptance.at[slot].set(1.0),
+    )
+
+
+def is_probe(history: History, config: ScheduleConfig) -> jax.Array:
+    """bool[]: does the coming round verify every draft, whatever the policy says?"""
+    if config.probe_every == 0:
+        return jnp.zeros((), bool)
+    return history.rounds % config.probe_every == config.probe_every - 1
+
+
+def bypasses(history: History, evidence: Evidence, config: ScheduleConfig) -> jax.Array:
+    """Does the coming round draft nothing, because drafts do not pay?
+
+    Args:
+      history: before the round.
+      evidence: only what is older than the round is looked at.
+      config: with `min_predicted_gain`; None never bypasses.
+
+    Returns:
+      bool[].
+    """
+    if config.min_predicted_gain is None:
+        return jnp.zeros((), bool)
+    idle = history.idle_rounds > 0
+    wanted = config.min_predicted_gain + jnp.where(idle, HYSTERESIS, 0.0)
+    poor = predicted_gain(evidence, config) < wanted
+    return poor & (history.idle_rounds < RECHECK_EVERY) & ~is_probe(history, config)
+
+
+def remember(
+    history: History,
+    *,
+    active: jax.Array,
+    bypassed: jax.Array,
+    confidence: jax.Array,
+    verify_len: jax.Array,
+    accept_len: jax.Array,
+) -> History:
+    """The history one round further.
+
+    Args:
+      history: of S slots.
+      active: bool[R], slots 0..R-1 before the round.
+      bypassed: bool[], the round drafted nothing.
+      confidence: f32[R, K], what the round was scheduled by.
+      verify_len: i32[R].
+      accept_len: i32[R].
+
+    Returns:
+      The new history.
+    """
+    rows = active.shape[0]
+    drafted = active & ~bypassed
+    older = history.confidence[:rows]
+    shifted = jnp.concatenate([older[:, 1:], confidence[:, None]], axis=1)
+    estimate = history.acceptance[:rows]
+    position = jnp.arange(estimate.shape[1])
+    sent = position < verify_len[:, None]
+    accepted = position < accept_len[:, None]
+    reached = sent & (position <= accept_len[:, None])  # all drafts before it were accepted
+    rate = jnp.where(reached, ONLINE_RATE, jnp.where(sent, 0.0, EXPLORING_RATE))
+    moved = estimate + rate * (jnp.where(reached, accepted, 1.0) - estimate)
+    return history.replace(
+        confidence=history.confidence.at[:rows].set(
+            jnp.where(drafted[:, None, None], shifted, older)
+        ),
+        acceptance=history.acceptance.at[:rows].set(
+            jnp.where(drafted[:, None], moved, estimate)
+        ),
+        rounds=history.rounds + 1,
+        idle_rounds=jnp.where(bypassed, history.idle_rounds + 1, 0),
+    )
