@@ -1,0 +1,149 @@
+"""What rounds leave behind for the scheduler, and when a round bypasses the draft."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dspark_jax.history import (
+    EXPLORING_RATE,
+    HYSTERESIS,
+    ONLINE_RATE,
+    RECHECK_EVERY,
+    History,
+    bypasses,
+    forget,
+    init_history,
+    is_probe,
+    remember,
+)
+from dspark_jax.schedule import Evidence, ScheduleConfig, staircase
+
+SLOTS, K = 3, 4
+
+
+def step(history: History, confidence: float = 0.5, **changes) -> History:
+    """One round of two rows in which both requests verify 3 drafts and accept 1."""
+    values = {
+        "active": [True, True], "bypassed": False, "verify_len": [3, 3], "accept_len": [1, 1],
+        **changes,
+    }  # fmt: skip
+    return remember(
+        history, confidence=jnp.full((2, K), confidence),
+        **{name: jnp.asarray(value) for name, value in values.items()},
+    )  # fmt: skip
+
+
+def test_confidences_come_back_after_lag_rounds_and_ones_before():
+    history = init_history(ScheduleConfig(lag=3), SLOTS, K)
+    seen = []
+    for n in range(5):
+        seen.append(float(history.confidence[0, 0, 0]))
+        history = step(history, confidence=(n + 1) / 10)
+    np.testing.assert_allclose(seen, [1, 1, 1, 0.1, 0.2], rtol=1e-6)
+    np.testing.assert_array_equal(history.confidence[2], 1.0)  # past the rows of the round
+    assert int(history.rounds) == 5
+
+
+def test_idle_slots_and_bypassed_rounds_leave_no_trace_and_a_newcomer_starts_afresh():
+    history = step(init_history(ScheduleConfig(lag=1), SLOTS, K))
+    after = step(history, confidence=0.3, active=[True, False])
+    np.testing.assert_allclose(after.confidence[0], 0.3, rtol=1e-6)
+    np.testing.assert_array_equal(after.confidence[1], history.confidence[1])
+    np.testing.assert_array_equal(after.acceptance[1], history.acceptance[1])
+    bypassed = step(history, confidence=0.3, bypassed=True)
+    np.testing.assert_array_equal(bypassed.confidence, history.confidence)
+    np.testing.assert_array_equal(bypassed.acceptance, history.acceptance)
+    assert int(bypassed.idle_rounds) == 1 and int(after.idle_rounds) == 0
+    fresh = forget(history, jnp.int32(0))
+    np.testing.assert_array_equal(fresh.confidence[0], 1.0)
+    np.testing.assert_array_equal(fresh.acceptance[0], 1.0)
+    np.testing.assert_array_equal(fresh.confidence[1], history.confidence[1])
+
+
+def test_online_estimate_follows_what_was_reached():
+    """Accepted: up. Rejected: down. Sent behind a rejection: says nothing. Not sent: back to 1."""
+    start = init_history(ScheduleConfig(), SLOTS, K)
+    start = start.replace(acceptance=jnp.full((SLOTS, K), 0.5))
+    got = step(start).acceptance[0]
+    up, down, explored = (
+        0.5 + ONLINE_RATE * 0.5, 0.5 - ONLINE_RATE * 0.5, 0.5 + EXPLORING_RATE * 0.5,
+    )  # fmt: skip
+    np.testing.assert_allclose(got, [up, down, 0.5, explored], rtol=1e-6)
+    # All that was sent was accepted: the draft behind it was not judged.
+    got = step(start, verify_len=[2, 2], accept_len=[2, 2]).acceptance[0]
+    np.testing.assert_allclose(got, [up, up, explored, explored], rtol=1e-6)
+
+
+def test_online_estimate_converges_to_the_acceptance_rate():
+    rng = np.random.default_rng(0)
+    history, means = init_history(ScheduleConfig(), SLOTS, K), []
+    for n in range(300):
+        passed = rng.random((2, K)) < [0.9, 0.6, 0.6, 0.6]
+        accepted = np.cumprod(passed, axis=1).sum(axis=1)
+        history = step(history, verify_len=[K, K], accept_len=accepted)
+        if n >= 50:
+            means.append(np.asarray(history.acceptance[:2]))
+    np.testing.assert_allclose(np.mean(means, axis=(0, 1)), [0.9, 0.6, 0.6, 0.6], atol=0.08)
+
+
+def evidence(older: float, undrafted: float) -> Evidence:
+    """Two requests whose drafts cost nothing; only `undrafted` speed and older ones matter."""
+    never = jnp.full((2, K), jnp.nan)
+    return Evidence(
+        confidence=never, presampled=never, lagged=jnp.full((2, K), older),
+        limit=jnp.array([1, 1]), active=jnp.array([True, True]),
+        steps_per_s=jnp.ones(2 * (K + 1) + 1).at[0].set(undrafted),
+    )  # fmt: skip
+
+
+def test_bypass_goes_by_older_rounds_with_hysteresis_and_rechecks():
+    config = ScheduleConfig(min_predicted_gain=0.1)
+    drafting = init_history(config, SLOTS, K)
+    idle = drafting.replace(idle_rounds=jnp.int32(1))
+    # One draft each at confidence c: gain = (1 + c) / undrafted - 1.
+    for gain, while_drafting, while_idle in (
+        (0.09, True, True),
+        (0.1 + HYSTERESIS / 2, False, True),
+        (0.1 + 2 * HYSTERESIS, False, False),
+    ):
+        case = evidence(0.5, 1.5 / (1 + gain))
+        assert bool(bypasses(drafting, case, config)) is while_drafting
+        assert bool(bypasses(idle, case, config)) is while_idle
+    long_idle = drafting.replace(idle_rounds=jnp.int32(RECHECK_EVERY))
+    assert not bypasses(long_idle, evidence(0.0, 2.0), config)
+    assert not bypasses(drafting, evidence(0.0, 2.0), ScheduleConfig())
+
+
+def test_probes_come_round():
+    config = ScheduleConfig(probe_every=3, min_predicted_gain=0.5)
+    history = init_history(config, SLOTS, K)
+    probes = []
+    for _ in range(7):
+        probes.append(bool(is_probe(history, config)))
+        assert bool(bypasses(history, evidence(0.0, 2.0), config)) is not probes[-1]
+        history = step(history)
+    assert probes == [False, False, True, False, False, True, False]
+    assert not is_probe(history, ScheduleConfig())
+
+
+def test_a_row_costs_what_its_bucket_costs():
+    table = jnp.arange(10.0, 0.0, -1.0)
+    np.testing.assert_array_equal(
+        staircase(table, (2, 5, 9)), [10, 8, 8, 5, 5, 5, 1, 1, 1, 1]
+    )
+    np.testing.assert_array_equal(staircase(table, (2, 5))[5:], 5)  # no schedule gets there
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"policy": "best"}, "policy='best' is unknown; expected one of"),
+        ({"confidence_source": "oracle"}, "confidence_source='oracle'"),
+        ({"lag": 0}, "lag=0 must be at least 1"),
+        ({"probe_every": -1}, "probe_every=-1 must be at least 0"),
+        ({"min_verify_len": 3, "max_verify_len": 2}, "max_verify_len=2 is below"),
+    ],
+)
+def test_bad_configs_are_explained(fields: dict, words: str):
+    with pytest.raises(ValueError, match=words):
+        ScheduleConfig(**fields)
