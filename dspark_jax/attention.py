@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from dspark_jax.kv_cache import KVCache
+from dspark_jax.kv_cache import KVCache, WindowCache
 
 CONTEXT_BLOCK = 256  # cache rows per step of the running softmax
 _MASKED = -1e30  # finite, so that a fully masked step leaves no NaN
@@ -91,3 +91,53 @@ def attend(
     _, total, out = jax.lax.fori_loop(first_block, blocks, step, (top, total, out))
     out = (out / total).astype(q.dtype)
     return rearrange(out, "r g (n w) h -> r w (g n) h", n=per_group)
+
+
+def attend_window(
+    q: jax.Array,
+    new_kv: jax.Array,
+    cache: WindowCache,
+    layer: int,
+    *,
+    first_slot: jax.Array | int,
+    cache_len: jax.Array,
+    sink: jax.Array,
+    scale: float,
+) -> jax.Array:
+    """Attention of a block over the window and itself, one row serving as key and value.
+
+    Every row of a block sees the same rows: the window's and all of the block's.
+
+    Args:
+      q: [R, K, N, H], rotated.
+      new_kv: [R, K, H], rotated rows of the block.
+      cache: WindowCache [L, S, C, H]; the rows of request r lie in slot first_slot + r.
+      layer: index into L.
+      first_slot: first of the R neighbouring slots.
+      cache_len: i32[R], positions written to each slot so far.
+      sink: f32[N], a logit per head that takes part in the sum and carries no value.
+      scale: factor on the scores, not on the sink.
+
+    Returns:
+      [R, K, N, H] in q's type. Scores and sums are float32.
+
+    Source: DeepSeek V4 inference code, `DSparkAttention` and `sparse_attn`.
+    """
+    rows, width, _, head_dim = q.shape
+    capacity = cache.capacity
+    at, size = (layer, first_slot, 0, 0), (1, rows, capacity, head_dim)
+    context = jax.lax.dynamic_slice(cache.kv, at, size)[0]
+    seen = jnp.arange(capacity) < cache_len[:, None]
+    context = jnp.where(seen[..., None], context, 0)  # unused rows may hold anything
+    kv = jnp.concatenate([context, new_kv.astype(context.dtype)], axis=1)
+    seen = jnp.concatenate([seen, jnp.ones((rows, width), bool)], axis=1)
+    scores = jnp.einsum("rknh,rch->rnkc", q, kv, preferred_element_type=jnp.float32) * scale
+    scores = jnp.where(seen[:, None, None], scores, _MASKED)
+    sink = sink.astype(jnp.float32)[:, None, None]
+    top = jnp.maximum(scores.max(axis=-1, keepdims=True), sink)
+    probs = jnp.exp(scores - top)
+    total = probs.sum(axis=-1, keepdims=True) + jnp.exp(sink - top)
+    out = jnp.einsum(
+        "rnkc,rch->rnkh", probs.astype(kv.dtype), kv, preferred_element_type=jnp.float32
+    )
+    return rearrange(out / total, "r n k h -> r k n h").astype(q.dtype)

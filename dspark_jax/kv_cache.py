@@ -1,4 +1,4 @@
-"""Key and value cache: one contiguous run of C rows per slot and layer.
+"""Key and value caches: one contiguous run of C rows per slot and layer, or a ring of the last.
 
 A forward only reads the cache and returns the K/V of its own rows; `write_rows` stores them
 afterwards. So a donated cache is updated in place, and rows that were rejected need no undoing:
@@ -21,6 +21,23 @@ class KVCache:
     def capacity(self) -> int:
         """C, rows per slot."""
         return self.k.shape[3]
+
+
+@flax.struct.dataclass
+class WindowCache:
+    """The last C positions of each slot, [L, S, C, H]; a row is key and value of all heads.
+
+    The row of position p lies at p % C. The rows of positions 0..length-1 having been written,
+    rows 0..min(C, length)-1 are the visible ones: their order does not matter to attention, and
+    what an earlier request left in the slot lies past them.
+    """
+
+    kv: jax.Array
+
+    @property
+    def capacity(self) -> int:
+        """C, the window."""
+        return self.kv.shape[2]
 
 
 def make_cache(
@@ -75,3 +92,32 @@ def write_rows(
         return buffer.at[:, slot, :, position].set(new, mode="drop")
 
     return KVCache(k=store(cache.k, new_k), v=store(cache.v, new_v))
+
+
+def write_window(
+    cache: WindowCache,
+    new: jax.Array,
+    *,
+    first_slot: jax.Array | int,
+    start: jax.Array,
+    count: jax.Array,
+) -> WindowCache:
+    """Stores the rows of R neighbouring slots that stay inside the window.
+
+    Args:
+      cache: WindowCache [L, S, C, H].
+      new: [L, R, W, H], rotated; W may be more than C.
+      first_slot: the slot of row 0; row r belongs to first_slot + r.
+      start: i32[R], position of the first row of each slot.
+      count: i32[R], rows that are real, 0..W; the last C of them are stored, the rest dropped.
+
+    Returns:
+      The cache with positions start .. start+count-1 written.
+    """
+    _, rows, width, _ = new.shape
+    capacity = cache.capacity
+    offset = jnp.arange(width)
+    kept = (offset < count[:, None]) & (offset >= count[:, None] - capacity)
+    at = jnp.where(kept, (start[:, None] + offset) % capacity, capacity)
+    slot = (first_slot + jnp.arange(rows))[:, None]
+    return WindowCache(kv=cache.kv.at[:, slot, at].set(new.astype(cache.kv.dtype), mode="drop"))

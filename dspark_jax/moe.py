@@ -1,10 +1,11 @@
-"""Routed experts (Qwen3-MoE): softmax scores, top-k, grouped matmuls."""
+"""Routed experts, by grouped matmuls: Qwen3-MoE (softmax scores) and DeepSeek V4 (noaux bias)."""
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from dspark_jax.config import MoeConfig
+from dspark_jax.config_deepseek import DeepseekMoeConfig
 from dspark_jax.layers import KERNEL_INIT
 
 
@@ -48,13 +49,116 @@ def routed_experts(
     Returns:
       [T, D] in tokens' type.
     """
-    count, per_token = chosen.shape
-    experts, width, _, hidden = gate_up.shape
-    order = jnp.argsort(chosen.reshape(-1))  # stable: grouped by expert, tokens in order
-    source = order // per_token
-    sizes = jnp.bincount(chosen.reshape(-1), length=experts).astype(jnp.int32)
-    y = jax.lax.ragged_dot(tokens[source], gate_up.reshape(experts, width, 2 * hidden), sizes)
-    y = jax.nn.silu(y[:, :hidden]) * y[:, hidden:]
-    y = jax.lax.ragged_dot(y, down, sizes)
+    count, width = tokens.shape
+    order, source, sizes = _group_by_expert(chosen, gate_up.shape[0])
+    gate, up = _gate_up(tokens[source], gate_up, sizes)
+    y = jax.lax.ragged_dot(jax.nn.silu(gate) * up, down, sizes)
     y = y * weight.reshape(-1)[order][:, None].astype(y.dtype)
     return jnp.zeros((count, width), tokens.dtype).at[source].add(y)
+
+
+class DeepseekMoe(nn.Module):
+    """DeepSeek V4's experts: routed kernels [E, D, 2, F] and [E, F, D], and a shared expert.
+
+    `bias` [E] takes part in choosing experts, not in their weights. `bias_vision` [E] replaces it
+    for image tokens; text never uses it.
+
+    Source: DeepSeek V4 and V4.1 inference code, `Gate`, `Expert` and `MoE`.
+    """
+
+    config: DeepseekMoeConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps x [.., D] to [.., D]."""
+        cfg, width, zeros = self.config, x.shape[-1], nn.initializers.zeros_init()
+        experts, hidden = cfg.num_experts, cfg.moe_intermediate_size
+        router = self.param("router", KERNEL_INIT, (width, experts))
+        bias = self.param("bias", zeros, (experts,))
+        if cfg.has_vision_bias:
+            self.param("bias_vision", zeros, (experts,))
+        gate_up = self.param("gate_up", KERNEL_INIT, (experts, width, 2, hidden))
+        down = self.param("down", KERNEL_INIT, (experts, hidden, width))
+        shared = cfg.num_shared_experts * hidden
+        shared_gate_up = self.param("shared_gate_up", KERNEL_INIT, (width, 2, shared))
+        shared_down = self.param("shared_down", KERNEL_INIT, (shared, width))
+        tokens = x.reshape(-1, width)
+        chosen, weight = route(tokens, router, bias, cfg)
+        out = clamped_experts(tokens, chosen, weight, gate_up, down, limit=cfg.swiglu_limit)
+        y = jnp.einsum("td,dcf->tcf", tokens, shared_gate_up)
+        y = clamped_gate(y[:, 0], y[:, 1], cfg.swiglu_limit).astype(x.dtype)
+        out = out + (y @ shared_down).astype(jnp.float32)
+        return out.astype(x.dtype).reshape(x.shape)
+
+
+def route(
+    tokens: jax.Array, router: jax.Array, bias: jax.Array, config: DeepseekMoeConfig
+) -> tuple[jax.Array, jax.Array]:
+    """Chooses experts by biased scores and weighs them by the plain ones.
+
+    Args:
+      tokens: [T, D].
+      router: [D, E].
+      bias: f32[E].
+      config: number of experts per token, scale of their weights.
+
+    Returns:
+      i32[T, k] chosen experts and f32[T, k] weights, which sum to `routed_scaling_factor`.
+    """
+    logits = tokens.astype(jnp.float32) @ router.astype(jnp.float32)
+    scores = jnp.sqrt(jax.nn.softplus(logits))
+    _, chosen = jax.lax.top_k(scores + bias, config.num_experts_per_tok)
+    weight = jnp.take_along_axis(scores, chosen, axis=-1)
+    total = weight.sum(axis=-1, keepdims=True) + config.weight_sum_eps
+    return chosen, weight / total * config.routed_scaling_factor
+
+
+def clamped_gate(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
+    """silu(min(gate, limit)) * clip(up, -limit, limit), in float32."""
+    gate = jnp.minimum(gate.astype(jnp.float32), limit)
+    return jax.nn.silu(gate) * jnp.clip(up.astype(jnp.float32), -limit, limit)
+
+
+def clamped_experts(
+    tokens: jax.Array,
+    chosen: jax.Array,
+    weight: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    *,
+    limit: float,
+) -> jax.Array:
+    """`routed_experts` with clamps, weights applied before the down projection, float32 sums.
+
+    Args:
+      tokens: [T, D].
+      chosen: i32[T, k].
+      weight: f32[T, k].
+      gate_up: [E, D, 2, F].
+      down: [E, F, D].
+      limit: of `clamped_gate`.
+
+    Returns:
+      f32[T, D].
+    """
+    count, width = tokens.shape
+    order, source, sizes = _group_by_expert(chosen, gate_up.shape[0])
+    gate, up = _gate_up(tokens[source], gate_up, sizes)
+    y = clamped_gate(gate, up, limit) * weight.reshape(-1)[order][:, None]
+    y = jax.lax.ragged_dot(
+        y.astype(tokens.dtype), down, sizes, preferred_element_type=jnp.float32
+    )
+    return jnp.zeros((count, width), jnp.float32).at[source].add(y)
+
+
+def _group_by_expert(chosen: jax.Array, experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Order that groups the assignments i32[T, k] by expert, their tokens, the groups' sizes."""
+    order = jnp.argsort(chosen.reshape(-1))  # stable: grouped by expert, tokens in order
+    sizes = jnp.bincount(chosen.reshape(-1), length=experts).astype(jnp.int32)
+    return order, order // chosen.shape[1], sizes
+
+
+def _gate_up(tokens: jax.Array, kernel: jax.Array, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    experts, width, _, hidden = kernel.shape
+    y = jax.lax.ragged_dot(tokens, kernel.reshape(experts, width, 2 * hidden), sizes)
+    return y[:, :hidden], y[:, hidden:]

@@ -5,7 +5,7 @@ tensor or fails naming those left; every problem is collected and reported at on
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ class TensorRule:
       shapes: their stored shapes.
       pack: stored tensors -> parameter.
       unpack: parameter -> stored tensors.
+      exact: the parameter is float32 whatever type the others are loaded as.
     """
 
     path: Path
@@ -34,17 +35,25 @@ class TensorRule:
     shapes: tuple[tuple[int, ...], ...]
     pack: Callable[..., np.ndarray]
     unpack: Callable[[np.ndarray], tuple[np.ndarray, ...]]
+    exact: bool = False
 
 
-def same(path: Path, name: str, shape: tuple[int, ...]) -> TensorRule:
+def same(path: Path, name: str, shape: tuple[int, ...], *, exact: bool = False) -> TensorRule:
     """A parameter stored as it is."""
     return TensorRule(
-        path=path, names=(name,), shapes=(shape,), pack=lambda x: x, unpack=lambda x: (x,)
-    )
+        path=path, names=(name,), shapes=(shape,), pack=lambda x: x, unpack=lambda x: (x,),
+        exact=exact,
+    )  # fmt: skip
 
 
 def reshaped(
-    path: Path, name: str, stored: tuple[int, ...], ours: tuple[int, ...], *, transpose: bool = True
+    path: Path,
+    name: str,
+    stored: tuple[int, ...],
+    ours: tuple[int, ...],
+    *,
+    transpose: bool = True,
+    exact: bool = False,
 ) -> TensorRule:
     """A matrix stored as [out, in] and kept as [in, out], axes split into `ours`."""
     flip = (lambda x: x.T) if transpose else (lambda x: x)
@@ -55,6 +64,7 @@ def reshaped(
         shapes=(stored,),
         pack=lambda x: flip(x).reshape(ours),
         unpack=lambda x: (flip(x.reshape(flat)),),
+        exact=exact,
     )
 
 
@@ -73,30 +83,20 @@ def paired(path: Path, names: tuple[str, str], out: int, width: int, split: tupl
     )
 
 
-def load_params(
-    reader: TensorReader,
-    rules: Iterable[TensorRule],
-    *,
-    dtype: jnp.dtype,
-    ignore: Iterable[str] = (),
-    what: str,
-) -> Params:
-    """Builds a parameter tree.
+def check_stored(
+    reader: TensorReader, rules: Sequence[TensorRule], *, ignore: Iterable[str] = (), what: str
+) -> None:
+    """Compares stored names, shapes and types with what the rules consume; reads no data.
 
     Args:
       reader: the stored tensors.
       rules: one per parameter.
-      dtype: floating type of the result.
       ignore: stored names that may be present and are not used.
       what: names the checkpoint in errors, such as "target".
-
-    Returns:
-      Nested dict of device arrays; integer path parts become tuple entries.
 
     Raises:
       ValueError: tensors are missing, left over, of another shape, or not floating point.
     """
-    rules = list(rules)
     have = reader.names()
     wanted = {name for rule in rules for name in rule.names}
     problems = [f"missing tensor {name}" for name in sorted(wanted - have)]
@@ -117,10 +117,38 @@ def load_params(
             + "\n  ".join(shown)
             + "\nCheck that config.json and the weights belong together."
         )
+
+
+def load_params(
+    reader: TensorReader,
+    rules: Iterable[TensorRule],
+    *,
+    dtype: jnp.dtype,
+    ignore: Iterable[str] = (),
+    what: str,
+) -> Params:
+    """Builds a parameter tree.
+
+    Args:
+      reader: the stored tensors.
+      rules: one per parameter.
+      dtype: floating type of the result, but for rules marked exact.
+      ignore: stored names that may be present and are not used.
+      what: names the checkpoint in errors, such as "target".
+
+    Returns:
+      Nested dict of device arrays; integer path parts become tuple entries.
+
+    Raises:
+      ValueError: tensors are missing, left over, of another shape, or not floating point.
+    """
+    rules = list(rules)
+    check_stored(reader, rules, ignore=ignore, what=what)
     tree = {}
     for rule in rules:
         value = rule.pack(*(reader.read(name) for name in rule.names))
-        _put(tree, rule.path, jnp.asarray(np.asarray(value, order="C")).astype(dtype))
+        kept = jnp.float32 if rule.exact else dtype
+        _put(tree, rule.path, jnp.asarray(np.asarray(value, dtype=kept, order="C")))
     return _tuples(tree)
 
 
@@ -170,7 +198,8 @@ def abstract_params(rules: Iterable[TensorRule], dtype: jnp.dtype) -> Params:
     for rule in rules:
         stored = [jax.ShapeDtypeStruct(shape, np.float32) for shape in rule.shapes]
         value = rule.pack(*(np.broadcast_to(np.float32(0), s.shape) for s in stored))
-        _put(tree, rule.path, jax.ShapeDtypeStruct(value.shape, dtype))
+        kept = jnp.float32 if rule.exact else dtype
+        _put(tree, rule.path, jax.ShapeDtypeStruct(value.shape, kept))
     return _tuples(tree)
 
 

@@ -5,11 +5,17 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
+_BYTE_TYPES = {  # safetensors hands these to NumPy by names that NumPy does not have
+    "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
+    "F8_E5M2": np.dtype(jnp.float8_e5m2),
+    "F8_E8M0": np.dtype(jnp.float8_e8m0fnu),
+}
 
 
 class TensorReader:
@@ -28,6 +34,7 @@ class TensorReader:
     def __init__(self, directory: str | Path, *, strip: tuple[str, ...] = ()):
         self.directory = Path(directory)
         self._files = {}  # our name -> (file, stored name, path)
+        self._offsets = {}  # path -> stored name -> bounds in bytes, for what is read raw
         for path in _weight_files(self.directory):
             file = _open(path)
             for stored in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
@@ -57,17 +64,26 @@ class TensorReader:
         return file.get_slice(stored).get_dtype()
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor as a NumPy array (bfloat16 by ml_dtypes).
+        """One tensor as a NumPy array (bfloat16 and float8 by ml_dtypes).
 
         Raises:
           KeyError: no such tensor.
           ValueError: the file is damaged.
         """
         file, stored, path = self._files[name]
+        if (kind := self.dtype(name)) in _BYTE_TYPES:
+            return self._read_bytes(path, stored).view(_BYTE_TYPES[kind]).reshape(self.shape(name))
         try:
             return file.get_tensor(stored)
         except SafetensorError as error:
             raise ValueError(f"{path}: cannot read {stored} ({error}).") from error
+
+    def _read_bytes(self, path: Path, stored: str) -> np.ndarray:
+        """The bytes of one tensor, u8[n]."""
+        if path not in self._offsets:
+            self._offsets[path] = _data_offsets(path)
+        begin, end = self._offsets[path][stored]
+        return np.fromfile(path, np.uint8, count=end - begin, offset=begin)
 
     def read_rows(self, name: str, rows: np.ndarray) -> np.ndarray:
         """Some rows of one tensor, without reading the rest.
@@ -140,3 +156,16 @@ def _open(path: Path):
         raise ValueError(
             f"{path} is truncated or not a safetensors file ({error}); fetch it again."
         ) from error
+
+
+def _data_offsets(path: Path) -> dict[str, tuple[int, int]]:
+    """Where each tensor begins and ends in a file that was opened without complaint."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    start = 8 + size
+    return {
+        name: (start + entry["data_offsets"][0], start + entry["data_offsets"][1])
+        for name, entry in header.items()
+    }

@@ -1,0 +1,239 @@
+"""DeepSeek V4 and V4.1 checkpoints: the `mtp.*` draft stack, the embedding and the LM head."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from dspark_jax.checkpoint.quantized import DequantisingReader
+from dspark_jax.checkpoint.rules import TensorRule, load_params, reshaped, same
+from dspark_jax.checkpoint.safetensors import TensorReader
+from dspark_jax.config import read_config_json
+from dspark_jax.config_deepseek import DeepseekDraftConfig, deepseek_draft_from_hf
+from dspark_jax.types import Params, SharedHead
+
+_STAGE = re.compile(r"mtp\.(\d+)\.")
+_ALIASES = re.compile(r"mtp\.\d+\.(embed|head)\.weight")  # the target's own, if stored again
+_MARKOV = {  # w1 and w2
+    "deepseek_v41": ("markov_head.embed.weight", "markov_head.head.weight"),
+    "deepseek_v4": ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"),
+}
+
+
+def load_deepseek_draft(
+    directory: str | Path, *, dtype: jnp.dtype = jnp.float32
+) -> tuple[DeepseekDraftConfig, Params, SharedHead]:
+    """Loads the draft that travels inside a DeepSeek V4 or V4.1 checkpoint.
+
+    Args:
+      directory: `config.json` and safetensors, single or sharded, quantised or not.
+      dtype: float32 or bfloat16; what the reference keeps in float32 stays so.
+
+    Returns:
+      The config, the parameters of `DeepseekDraft`, and the target's embedding and LM head.
+
+    Raises:
+      FileNotFoundError: files are missing.
+      ValueError: the checkpoint has no DSpark draft, or tensors are missing, left over or of
+        another shape or type.
+    """
+    hf = read_config_json(directory)
+    reader = TensorReader(directory, strip=("model.",))
+    config = read_deepseek_config(hf, reader.names())
+    names = {n for n in reader.names() if _STAGE.match(n) and not _ALIASES.fullmatch(n)}
+    block = weight_block(hf)
+    params = load_params(
+        DequantisingReader(reader, block=block, names=names), deepseek_rules(config),
+        dtype=dtype, what="draft",
+    )  # fmt: skip
+    tables = {"embed.weight", "head.weight"} & reader.names()
+    table = (config.vocab_size, config.hidden_size)
+    rules = [
+        same(("embedding",), "embed.weight", table),
+        same(("head",), "head.weight", table),
+    ]
+    shared = load_params(
+        DequantisingReader(reader, block=block, names=tables), rules, dtype=dtype, what="target"
+    )
+    return config, params, SharedHead(**shared)
+
+
+def read_deepseek_config(hf: Mapping[str, Any], names: set[str]) -> DeepseekDraftConfig:
+    """The draft's config, its stages counted in the checkpoint.
+
+    Args:
+      hf: the decoded `config.json`.
+      names: all stored tensors.
+
+    Returns:
+      The config.
+
+    Raises:
+      ValueError: there is no draft, a stage is missing, or the config is not supported.
+    """
+    stages = sorted({int(m[1]) for name in names if (m := _STAGE.match(name))})
+    if not stages or stages != list(range(len(stages))):
+        found = [f"mtp.{i}" for i in stages] or "none"
+        raise ValueError(
+            f"the checkpoint should have the draft's blocks mtp.0, mtp.1, ..; found {found}. "
+            "Fetch the shards that hold them, or a release with a DSpark draft."
+        )
+    return deepseek_draft_from_hf(
+        hf, num_stages=len(stages), has_vision_bias="mtp.0.ffn.gate.bias_vl" in names
+    )
+
+
+def weight_block(hf: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns of an FP8 block; None when the config names no quantisation.
+
+    Args:
+      hf: the decoded `config.json`.
+
+    Returns:
+      The block, [32, 32] in V4.1 and [128, 128] in V4.
+
+    Raises:
+      ValueError: another kind of quantisation.
+    """
+    settings = hf.get("quantization_config") or (hf.get("text_config") or {}).get(
+        "quantization_config"
+    )
+    if not settings:
+        return None
+    expected = {"quant_method": "fp8", "scale_fmt": "ue8m0", "expert_dtype": "fp4"}
+    for key, value in expected.items():
+        if settings.get(key, value) != value:
+            raise ValueError(
+                f"quantization_config.{key}={settings[key]!r} is not supported; expected {value!r}."
+            )
+    block = settings.get("weight_block_size")
+    if not isinstance(block, list) or len(block) != 2 or min(block) < 1:
+        raise ValueError(f"weight_block_size={block!r}; expected two positive numbers.")
+    return block[0], block[1]
+
+
+def deepseek_rules(config: DeepseekDraftConfig) -> list[TensorRule]:
+    """Rules from the `mtp.*` names to the tree of `DeepseekDraft`.
+
+    Args:
+      config: the draft's architecture.
+
+    Returns:
+      One rule per parameter.
+
+    Source: DeepSeek V4 and V4.1 inference code, state dict of `DSparkBlock`.
+    """
+    width, last = config.hidden_size, f"mtp.{config.num_stages - 1}."
+    taps = len(config.target_layer_ids) * width
+    w1, w2 = (last + name for name in _MARKOV[config.model_type])
+    table, joined = (config.vocab_size, config.markov_rank), width + config.markov_rank
+    rules = [
+        reshaped(("context_proj",), "mtp.0.main_proj.weight", (width, taps), (taps, width)),
+        same(("context_norm", "weight"), "mtp.0.main_norm.weight", (width,)),
+        same(("norm", "weight"), last + "norm.weight", (width,)),
+        same(("markov", "w1"), w1, table),
+        same(("markov", "w2"), w2, table, exact=True),
+        reshaped(
+            ("confidence", "weight"), last + "confidence_head.proj.weight", (1, joined), (joined,),
+            transpose=False, exact=True,
+        ),
+    ]  # fmt: skip
+    if not config.single_pass:
+        rules += _mix_rules(config, ("hc_head",), last + "hc_head_", config.hc_mult, 1)
+    for i in range(config.num_stages):
+        rules += _attention_rules(config, i) + _expert_rules(config, i)
+        count = config.hc_mult * (2 + config.hc_mult)
+        for ours, stored in (("attn", "attn"), ("ffn", "ffn")):
+            path = ("layers", i, f"{ours}_mix")
+            rules += _mix_rules(config, path, f"mtp.{i}.hc_{stored}_", count, 3)
+            norm = f"mtp.{i}.{stored}_norm.weight"
+            rules.append(same(("layers", i, f"{ours}_norm", "weight"), norm, (width,)))
+    return rules
+
+
+def _mix_rules(
+    config: DeepseekDraftConfig, path: tuple, stored: str, outputs: int, scales: int
+) -> list[TensorRule]:
+    streams, width = config.hc_mult, config.hidden_size
+    return [
+        reshaped(
+            (*path, "fn"), stored + "fn", (outputs, streams * width), (outputs, streams, width),
+            transpose=False, exact=True,
+        ),
+        same((*path, "base"), stored + "base", (outputs,), exact=True),
+        same((*path, "scale"), stored + "scale", (scales,), exact=True),
+    ]  # fmt: skip
+
+
+def _attention_rules(config: DeepseekDraftConfig, i: int) -> list[TensorRule]:
+    width, head_dim, heads = config.hidden_size, config.head_dim, config.num_attention_heads
+    q_rank, groups, rank = config.q_lora_rank, config.o_groups, config.o_lora_rank
+    ours, stored = ("layers", i, "attn"), f"mtp.{i}.attn."
+    inner = heads // groups * head_dim
+    return [
+        same((*ours, "sink"), stored + "attn_sink", (heads,), exact=True),
+        reshaped((*ours, "q_a"), stored + "wq_a.weight", (q_rank, width), (width, q_rank)),
+        same((*ours, "q_norm", "weight"), stored + "q_norm.weight", (q_rank,)),
+        reshaped(
+            (*ours, "q_b"), stored + "wq_b.weight", (heads * head_dim, q_rank),
+            (q_rank, heads, head_dim),
+        ),
+        reshaped((*ours, "kv"), stored + "wkv.weight", (head_dim, width), (width, head_dim)),
+        same((*ours, "kv_norm", "weight"), stored + "kv_norm.weight", (head_dim,)),
+        TensorRule(
+            path=(*ours, "o_a"),
+            names=(stored + "wo_a.weight",),
+            shapes=((groups * rank, inner),),
+            pack=lambda x: x.reshape(groups, rank, inner).swapaxes(1, 2),
+            unpack=lambda x: (x.swapaxes(1, 2).reshape(groups * rank, inner),),
+        ),
+        reshaped(
+            (*ours, "o_b"), stored + "wo_b.weight", (width, groups * rank), (groups, rank, width)
+        ),
+    ]  # fmt: skip
+
+
+def _expert_rules(config: DeepseekDraftConfig, i: int) -> list[TensorRule]:
+    moe, width, stored = config.moe, config.hidden_size, f"mtp.{i}.ffn."
+    experts, size, ours = moe.num_experts, moe.moe_intermediate_size, ("layers", i, "moe")
+    shared = moe.num_shared_experts * size
+    gates = [f"{stored}experts.{e}.{x}.weight" for e in range(experts) for x in ("w1", "w3")]
+    downs = [f"{stored}experts.{e}.w2.weight" for e in range(experts)]
+    shared_gates = tuple(f"{stored}shared_experts.{x}.weight" for x in ("w1", "w3"))
+
+    def pack_gates(*matrices: np.ndarray) -> np.ndarray:
+        return np.stack(matrices).reshape(-1, 2, size, width).transpose(0, 3, 1, 2)
+
+    def unpack_gates(x: np.ndarray) -> tuple[np.ndarray, ...]:
+        return tuple(x.transpose(0, 2, 3, 1).reshape(-1, size, width))
+
+    rules = [
+        reshaped((*ours, "router"), stored + "gate.weight", (experts, width), (width, experts)),
+        same((*ours, "bias"), stored + "gate.bias", (experts,), exact=True),
+        TensorRule(
+            path=(*ours, "gate_up"), names=tuple(gates), shapes=((size, width),) * len(gates),
+            pack=pack_gates, unpack=unpack_gates,
+        ),
+        TensorRule(
+            path=(*ours, "down"), names=tuple(downs), shapes=((width, size),) * experts,
+            pack=lambda *x: np.stack(x).transpose(0, 2, 1),
+            unpack=lambda x: tuple(x.transpose(0, 2, 1)),
+        ),
+        TensorRule(
+            path=(*ours, "shared_gate_up"), names=shared_gates, shapes=((shared, width),) * 2,
+            pack=lambda a, b: np.stack([a.T, b.T], axis=1),
+            unpack=lambda x: (x[:, 0].T, x[:, 1].T),
+        ),
+        reshaped(
+            (*ours, "shared_down"), stored + "shared_experts.w2.weight", (width, shared),
+            (shared, width),
+        ),
+    ]  # fmt: skip
+    if moe.has_vision_bias:
+        rules.append(
+            same((*ours, "bias_vision"), stored + "gate.bias_vl", (experts,), exact=True)
+        )
+    return rules

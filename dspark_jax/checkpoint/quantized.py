@@ -1,0 +1,177 @@
+"""Block-quantised tensors of DeepSeek V4 checkpoints, read as if they were plain.
+
+FP8 matrices carry one power-of-two scale per square block, FP4 matrices two codes per byte and
+one scale per 32 columns of a row, FP8 embedding tables (Engram) one per 32 columns of a row. The
+scale of `X.weight` is `X.scale`.
+"""
+
+import numpy as np
+
+from dspark_jax.checkpoint.safetensors import FLOAT_TYPES, TensorReader
+
+FP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # e2m1 codes 0..7; bit 3 is sign
+ROW_GROUP = (1, 32)  # rows and columns that share a scale in FP4 matrices and FP8 tables
+_CODES = np.concatenate([FP4_VALUES, -FP4_VALUES])
+_PACKED_TYPES = ("I8", "U8")
+_FP8_TYPES = ("F8_E4M3",)
+_SCALE_TYPES = ("F8_E8M0", "U8")
+_FP8_TABLE = ".engram.embed.weight"
+
+
+def decode_scales(stored: np.ndarray) -> np.ndarray:
+    """E8M0 bytes b as 2^(b - 127).
+
+    Args:
+      stored: one byte per scale, of any type.
+
+    Returns:
+      f32 of the same shape; byte 255 is NaN, byte 0 the subnormal 2^-127.
+    """
+    bits = stored.view(np.uint8).astype(np.int32)
+    return np.where(bits == 255, np.nan, np.ldexp(np.float32(1), bits - 127)).astype(np.float32)
+
+
+def unpack_fp4(packed: np.ndarray) -> np.ndarray:
+    """The values of packed e2m1 codes, the low nibble of a byte first.
+
+    Args:
+      packed: one byte per two values, [.., n].
+
+    Returns:
+      f32[.., 2n].
+    """
+    codes = packed.view(np.uint8)
+    pairs = np.stack([codes & 15, codes >> 4], axis=-1)
+    return _CODES[pairs].reshape(*packed.shape[:-1], -1)
+
+
+def dequantise_fp4(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """An FP4 matrix.
+
+    Args:
+      packed: [out, in/2] bytes.
+      scales: E8M0 bytes [out, ceil(in/32)].
+
+    Returns:
+      f32[out, in].
+    """
+    values = unpack_fp4(packed)
+    per_column = np.repeat(decode_scales(scales), ROW_GROUP[1], axis=1)
+    return values * per_column[:, : values.shape[1]]
+
+
+def dequantise_fp8(values: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> np.ndarray:
+    """An FP8 matrix with a scale per block.
+
+    Args:
+      values: float8_e4m3fn[out, in].
+      scales: E8M0 bytes [ceil(out/block), ceil(in/block)].
+      block: rows and columns of a block; those at the edges may be smaller.
+
+    Returns:
+      f32[out, in].
+    """
+    rows, columns = values.shape
+    full = np.repeat(np.repeat(decode_scales(scales), block[0], axis=0), block[1], axis=1)
+    return values.astype(np.float32) * full[:rows, :columns]
+
+
+class DequantisingReader:
+    """A `TensorReader` whose quantised tensors look like float32 ones of their true shape.
+
+    A scale is consumed with its weight and has no name of its own. A tensor that is not quantised
+    passes as it is stored.
+
+    Args:
+      reader: the stored tensors.
+      block: rows and columns of an FP8 block; None where the checkpoint has none.
+      names: the stored tensors to look at; None takes all.
+
+    Raises:
+      ValueError: a quantised weight has no scale, one of another shape or type, a scale has no
+        weight, or FP8 weights are there without a block size.
+    """
+
+    def __init__(
+        self,
+        reader: TensorReader,
+        *,
+        block: tuple[int, int] | None,
+        names: set[str] | None = None,
+    ):
+        self.directory = reader.directory
+        self._reader, self._block = reader, block
+        have = reader.names() if names is None else names
+        self._scales = {
+            name: _scale_of(name)
+            for name in have
+            if name.endswith(".weight") and reader.dtype(name) not in FLOAT_TYPES
+        }
+        problems = [p for name in sorted(self._scales) for p in self._problems(name, have)]
+        used = set(self._scales.values())
+        self._names = have - used
+        orphans = sorted(n for n in self._names if n.endswith(".scale"))
+        problems += [f"{name} is a scale without a quantised weight" for name in orphans]
+        if problems:
+            more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
+            raise ValueError(
+                f"{self.directory} is not quantised as expected:\n  "
+                + "\n  ".join(problems[:20] + more)
+                + "\nCheck that config.json and the weights belong together."
+            )
+
+    def names(self) -> set[str]:
+        """All tensor names but those of scales."""
+        return set(self._names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape after dequantisation."""
+        stored = self._reader.shape(name)
+        if self._is_packed(name):
+            return (*stored[:-1], 2 * stored[-1])
+        return stored
+
+    def dtype(self, name: str) -> str:
+        """F32 for a quantised tensor, else the stored type."""
+        return "F32" if name in self._scales else self._reader.dtype(name)
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor, dequantised to float32 if it was quantised."""
+        value = self._reader.read(name)
+        if name not in self._scales:
+            return value
+        scales = self._reader.read(self._scales[name])
+        if self._is_packed(name):
+            return dequantise_fp4(value, scales)
+        return dequantise_fp8(value, scales, self._block_of(name))
+
+    def _is_packed(self, name: str) -> bool:
+        return name in self._scales and self._reader.dtype(name) in _PACKED_TYPES
+
+    def _block_of(self, name: str) -> tuple[int, int] | None:
+        row_wise = self._is_packed(name) or name.endswith(_FP8_TABLE)
+        return ROW_GROUP if row_wise else self._block
+
+    def _problems(self, name: str, have: set[str]) -> list[str]:
+        kind, scale = self._reader.dtype(name), self._scales[name]
+        if kind not in (*_PACKED_TYPES, *_FP8_TYPES):
+            known = (*FLOAT_TYPES, *_FP8_TYPES, *_PACKED_TYPES)
+            return [f"{name} is {kind}, expected one of {known}"]
+        if scale not in have:
+            return [f"{name} is {kind} but has no {scale}"]
+        if self._reader.dtype(scale) not in _SCALE_TYPES:
+            got = self._reader.dtype(scale)
+            return [f"{scale} is {got}, expected one of {_SCALE_TYPES}"]
+        shape = self.shape(name)
+        if len(shape) != 2:
+            return [f"{name} is {kind} with shape {list(shape)}, expected a matrix"]
+        block = self._block_of(name)
+        if block is None:
+            return [f"{name} is {kind}, but config.json gives no weight_block_size"]
+        expected = [-(-size // step) for size, step in zip(shape, block, strict=True)]
+        got = list(self._reader.shape(scale))
+        return [] if got == expected else [f"{scale} has shape {got}, expected {expected}"]
+
+
+def _scale_of(name: str) -> str:
+    return name.removesuffix("weight") + "scale"
