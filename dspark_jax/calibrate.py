@@ -152,6 +152,25 @@ def expected_calibration_error(
     return float(np.abs(gap).sum() / len(predicted))
 
 
+def ece_floor(
+    predicted: np.ndarray, draws: int = 50, bins: int = ECE_BINS, seed: int = 0
+) -> float:
+    """The ECE that chance alone gives perfectly calibrated predictions with this many events.
+
+    Args:
+      predicted: f64[N].
+      draws: outcomes drawn to average over.
+      bins: as for `expected_calibration_error`.
+      seed: of the draws.
+
+    Returns:
+      0..1; nan without events.
+    """
+    rng = np.random.default_rng(seed)
+    outcomes = rng.random((draws, len(predicted))) < predicted
+    return float(np.mean([expected_calibration_error(predicted, o, bins) for o in outcomes]))
+
+
 def brier_score(predicted: np.ndarray, happened: np.ndarray) -> float:
     """Mean squared distance of prediction and outcome; nan without events."""
     if len(predicted) == 0:
@@ -227,14 +246,16 @@ def judge(
       temperatures: f64[K].
 
     Returns:
-      "ece", "brier", "auc", and "num_samples", each with K entries.
+      "ece", "ece_floor" (what chance leaves of it), "brier", "auc", and "num_samples", each with
+      K entries.
     """
     survival = survival_at(logits, temperatures)
-    out: dict[str, list] = {"ece": [], "brier": [], "auc": [], "num_samples": []}
+    out: dict[str, list] = {"ece": [], "ece_floor": [], "brier": [], "auc": [], "num_samples": []}
     for k in range(logits.shape[1]):
         seen = verify_len > k
         predicted, happened = survival[seen, k], accept_len[seen] > k
         out["ece"].append(expected_calibration_error(predicted, happened))
+        out["ece_floor"].append(ece_floor(predicted))
         out["brier"].append(brier_score(predicted, happened))
         out["auc"].append(auc(predicted, happened))
         out["num_samples"].append(int(seen.sum()))
