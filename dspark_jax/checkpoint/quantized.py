@@ -12,6 +12,7 @@ from dspark_jax.checkpoint.safetensors import FLOAT_TYPES, TensorReader
 FP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # e2m1 codes 0..7; bit 3 is sign
 ROW_GROUP = (1, 32)  # rows and columns that share a scale in FP4 matrices and FP8 tables
 _CODES = np.concatenate([FP4_VALUES, -FP4_VALUES])
+_SCALES = np.append(2.0 ** np.arange(-127, 128), np.nan).astype(np.float32)  # by byte
 _PACKED_TYPES = ("I8", "U8")
 _FP8_TYPES = ("F8_E4M3",)
 _SCALE_TYPES = ("F8_E8M0", "U8")
@@ -27,8 +28,7 @@ def decode_scales(stored: np.ndarray) -> np.ndarray:
     Returns:
       f32 of the same shape; byte 255 is NaN, byte 0 the subnormal 2^-127.
     """
-    bits = stored.view(np.uint8).astype(np.int32)
-    return np.where(bits == 255, np.nan, np.ldexp(np.float32(1), bits - 127)).astype(np.float32)
+    return _SCALES[stored.view(np.uint8)]
 
 
 def unpack_fp4(packed: np.ndarray) -> np.ndarray:
