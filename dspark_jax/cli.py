@@ -42,6 +42,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="steps per second by verified rows, from tools/profile_sps.py; without it, a policy "
         "that needs them has them measured at start-up",
     )  # fmt: skip
+    parser.add_argument(
+        "--confidence-sts", metavar="FILE",
+        help="temperatures for the draft's confidences, from tools/calibrate.py",
+    )  # fmt: skip
 
 
 def _add_schedule_options(parser: argparse.ArgumentParser) -> None:
@@ -103,7 +107,8 @@ def schedule_from(args: argparse.Namespace) -> ScheduleConfig:
 def comparison_from(args: argparse.Namespace, **more: Any) -> Comparison:
     """The settings of a comparison from both sets of options, and what is given by name."""
     names = (
-        "rejection_sample_method", "sps_table", "max_new_tokens", "top_k", "top_p", "min_p", "seed",
+        "rejection_sample_method", "sps_table", "confidence_sts", "max_new_tokens", "top_k",
+        "top_p", "min_p", "seed",
     )  # fmt: skip
     values = {name: getattr(args, name) for name in names}
     if "temperature" in args:

@@ -14,7 +14,7 @@ from dspark_jax.cli import (
     schedule_from,
 )
 from dspark_jax.engine.core import Engine
-from dspark_jax.engine.profile import prepare_steps_per_s
+from dspark_jax.engine.profile import prepare_schedule
 from dspark_jax.engine.requests import Request
 
 
@@ -52,7 +52,9 @@ def main() -> None:
         slots=1, capacity=len(ids) + args.max_new_tokens, dtype=pair.dtype,
         tokenizer=pair.tokenizer, progress=say,
     )  # fmt: skip
-    prepare_steps_per_s(engine, pair, args.sps_table, say)
+    prepare_schedule(
+        engine, pair, sps_table=args.sps_table, confidence_sts=args.confidence_sts, progress=say
+    )
     sequence = engine.submit(request)
     begin = time.perf_counter()
     while engine.has_work:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from dspark_jax import __version__
+from dspark_jax.calibrate import load_calibration
 from dspark_jax.decode import decode_round
 from dspark_jax.engine.core import Engine
 from dspark_jax.engine.load import Pair
@@ -133,25 +134,58 @@ def use_table(engine: Engine, table: SpsTable) -> None:
         engine.steps_per_s[rows][0] = steps[0]
 
 
-def prepare_steps_per_s(
-    engine: Engine, pair: Pair, path: str | None, progress: Callable[[str], None]
+def use_calibration(engine: Engine, path: str, progress: Callable[[str], None]) -> None:
+    """Lets the engine divide its confidence logits by the temperatures of a file.
+
+    Args:
+      engine: with a draft.
+      path: JSON of tools/calibrate.py, SGLang or TensorRT-LLM.
+      progress: told if the policy `presampled` finds no temperatures of its own there.
+
+    Raises:
+      FileNotFoundError: no such file.
+      ValueError: damaged, or for another number of drafts.
+    """
+    calibration = load_calibration(path, engine.decoder.num_drafts)
+    engine.sts_temperatures = np.array(calibration.temperatures, np.float32)
+    if calibration.presampled_temperatures:
+        engine.sts_temperatures_presampled = np.array(
+            calibration.presampled_temperatures, np.float32
+        )
+    elif engine.decoder.schedule.policy == "presampled":
+        progress(
+            f"warning: {path} has no presampled_temperatures; the policy 'presampled' believes "
+            "its early estimates as they are. Calibrate with --policy presampled."
+        )
+
+
+def prepare_schedule(
+    engine: Engine,
+    pair: Pair,
+    *,
+    sps_table: str | None = None,
+    confidence_sts: str | None = None,
+    progress: Callable[[str], None] = lambda message: None,
 ) -> None:
     """Gives the engine what its policy schedules by.
 
     Args:
       engine: warm and without requests.
       pair: its models.
-      path: table to use; without one, a policy that needs it has it measured now.
+      sps_table: file to use; without one, a policy that needs it has it measured now.
+      confidence_sts: file of temperatures; None believes confidences as they are.
       progress: told what is done and doubted.
 
     Raises:
       FileNotFoundError: no such file.
-      ValueError: the table is damaged, or made for something else.
+      ValueError: a file is damaged, or made for something else.
     """
     if engine.decoder.draft is None:
         return
-    if path is not None:
-        table = load_sps_table(path)
+    if confidence_sts is not None:
+        use_calibration(engine, confidence_sts, progress)
+    if sps_table is not None:
+        table = load_sps_table(sps_table)
         table.check(sps_key(pair), progress)
         use_table(engine, table)
     elif engine.decoder.schedule.needs_sps:

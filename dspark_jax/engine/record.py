@@ -39,13 +39,20 @@ class RecordingEngine(Engine):
 
         Raises:
           ValueError: the policy trims blocks, so that acceptance past the cut is unknown, or there
-            is no draft.
+            is no draft with a confidence head.
         """
         schedule = self.decoder.schedule
         if self.decoder.draft is None or (schedule.policy != "full" and schedule.probe_every != 1):
             raise ValueError(
                 "rounds are recorded with a draft, and with the policy 'full' or probe_every=1, "
                 f"not with {schedule}: what is not verified cannot be judged."
+            )
+        head = self.decoder.draft.config.enable_confidence_head
+        if not head or schedule.confidence_source != "head":
+            raise ValueError(
+                "confidences are recorded of a draft with a confidence head, and with "
+                f"confidence_source='head'; this draft has {'one' if head else 'none'}, and "
+                f"confidence_source={schedule.confidence_source!r}."
             )
         self._rounds = []
         sequences = self.run(requests)

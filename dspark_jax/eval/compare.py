@@ -16,7 +16,7 @@ import jax
 from dspark_jax import __version__
 from dspark_jax.engine.core import Engine
 from dspark_jax.engine.load import Pair
-from dspark_jax.engine.profile import prepare_steps_per_s
+from dspark_jax.engine.profile import prepare_schedule
 from dspark_jax.engine.requests import Request, Sequence
 from dspark_jax.schedule import ScheduleConfig
 
@@ -29,6 +29,7 @@ class Comparison:
       schedule: policy of the drafted way.
       rejection_sample_method: "standard", "block" or "coupled".
       sps_table: file the drafted way schedules by; None measures where the policy needs it.
+      confidence_sts: file of temperatures for the draft's confidences; None leaves them.
       max_new_tokens: per prompt.
       temperature: 0 is greedy.
       top_k: 0 is off.
@@ -42,6 +43,7 @@ class Comparison:
     schedule: ScheduleConfig = ScheduleConfig()
     rejection_sample_method: str = "standard"
     sps_table: str | None = None
+    confidence_sts: str | None = None
     max_new_tokens: int = 128
     temperature: float = 0.0
     top_k: int = 0
@@ -172,7 +174,10 @@ class Contest:
             )  # fmt: skip
 
         self.plain, self.drafted = side(True), side(False)
-        prepare_steps_per_s(self.drafted.engine, pair, options.sps_table, progress)
+        prepare_schedule(
+            self.drafted.engine, pair, sps_table=options.sps_table,
+            confidence_sts=options.confidence_sts, progress=progress,
+        )  # fmt: skip
 
     def restart(self, options: Comparison) -> None:
         """Forgets what has been measured; the engines stay warm.

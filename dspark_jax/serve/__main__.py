@@ -67,6 +67,10 @@ def parser() -> argparse.ArgumentParser:
         help="steps per second by verified rows, from tools/profile_sps.py; without it, a policy "
         "that needs them has them measured at start-up",
     )  # fmt: skip
+    add(
+        "--confidence-sts", metavar="FILE",
+        help="temperatures for the draft's confidences, from tools/calibrate.py",
+    )  # fmt: skip
     return parser
 
 

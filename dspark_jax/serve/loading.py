@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from dspark_jax.engine.core import Engine
 from dspark_jax.engine.load import load_pair
-from dspark_jax.engine.profile import prepare_steps_per_s
+from dspark_jax.engine.profile import prepare_schedule
 from dspark_jax.engine.requests import Request
 from dspark_jax.schedule import ScheduleConfig
 from dspark_jax.serve.driver import Served
@@ -33,6 +33,7 @@ class LoadOptions:
     probe_every: int = 0
     rejection_sample_method: str = "standard"
     sps_table: str | None = None
+    confidence_sts: str | None = None
     served_model_name: str | None = None
 
 
@@ -71,7 +72,10 @@ def load_served(options: LoadOptions, progress: Callable[[str], None]) -> Served
         tokenizer=pair.tokenizer,
         progress=progress,
     )
-    prepare_steps_per_s(engine, pair, options.sps_table, progress)
+    prepare_schedule(
+        engine, pair, sps_table=options.sps_table, confidence_sts=options.confidence_sts,
+        progress=progress,
+    )  # fmt: skip
     progress("warming up")
     warm_up(engine)
     return Served(

@@ -1,10 +1,12 @@
 """SPS tables measured and used by an engine, and the rounds an engine records."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
 
+from dspark_jax.calibrate import Calibration
 from dspark_jax.engine.core import Engine
 from dspark_jax.engine.load import Pair, load_pair
 from dspark_jax.engine.profile import (
@@ -12,7 +14,7 @@ from dspark_jax.engine.profile import (
     REPEATS,
     measure_table,
     modelled_table,
-    prepare_steps_per_s,
+    prepare_schedule,
     profiled_points,
     sps_key,
     use_table,
@@ -80,7 +82,7 @@ def made_for(pair: Pair, **key) -> SpsTable:
 def test_table_on_file_is_used_at_the_buckets_the_engine_runs(engine, pair, tmp_path):
     path = tmp_path / "sps.json"
     made_for(pair).save(path)
-    prepare_steps_per_s(engine, pair, str(path), print)
+    prepare_schedule(engine, pair, sps_table=str(path))
     np.testing.assert_allclose(engine.steps_per_s[1], [100, 100, 25, 25])
 
 
@@ -96,18 +98,40 @@ def test_table_for_another_model_is_refused(engine, pair, tmp_path):
     made_for(pair, model="another").save(path)
     before = engine.steps_per_s[1].copy()
     with pytest.raises(ValueError, match="made for model 'another', this is 'tiny'"):
-        prepare_steps_per_s(engine, pair, str(path), print)
+        prepare_schedule(engine, pair, sps_table=str(path))
     np.testing.assert_array_equal(engine.steps_per_s[1], before)
+
+
+def test_temperatures_on_file_are_used(engine, pair, tmp_path, monkeypatch):
+    for name in ("sts_temperatures", "sts_temperatures_presampled"):
+        monkeypatch.setattr(engine, name, np.ones(DRAFTS, np.float32))  # put back afterwards
+    monkeypatch.setattr(engine, "steps_per_s", dict(engine.steps_per_s))
+    path, table = tmp_path / "sts.json", tmp_path / "sps.json"
+    made_for(pair).save(table)
+    path.write_text(json.dumps({"sts_temperatures": [2.0, 3.0]}))
+    told: list[str] = []
+    files = {"sps_table": str(table), "confidence_sts": str(path)}
+    prepare_schedule(engine, pair, **files, progress=told.append)
+    assert engine.sts_temperatures.tolist() == [2.0, 3.0]
+    assert engine.sts_temperatures_presampled.tolist() == [1.0, 1.0]
+    assert len(told) == 1 and "no presampled_temperatures" in told[0]
+    Calibration(temperatures=(2.0, 3.0), presampled_temperatures=(4.0, 5.0)).save(path)
+    prepare_schedule(engine, pair, **files, progress=told.append)
+    assert engine.sts_temperatures_presampled.tolist() == [4.0, 5.0]
+    assert len(told) == 1
+    path.write_text(json.dumps({"temperatures": [2.0, 3.0, 4.0]}))
+    with pytest.raises(ValueError, match="3 temperatures, the draft proposes 2"):
+        prepare_schedule(engine, pair, **files)
 
 
 def test_without_a_table_only_a_policy_that_needs_one_has_it_measured(pair, engine, monkeypatch):
     measured = []
     monkeypatch.setattr("dspark_jax.engine.profile.measure_steps_per_s", measured.append)
     monkeypatch.setattr(engine, "decoder", pair.decoder(ScheduleConfig(policy="full")))
-    prepare_steps_per_s(engine, pair, None, print)
+    prepare_schedule(engine, pair)
     assert measured == []
     monkeypatch.setattr(engine, "decoder", pair.decoder(ScheduleConfig(policy="early_stop")))
-    prepare_steps_per_s(engine, pair, None, print)
+    prepare_schedule(engine, pair)
     assert measured == [engine]
 
 
@@ -175,6 +199,13 @@ def test_trimming_policies_are_not_recorded(engine, monkeypatch):
         engine, "decoder", dataclasses.replace(engine.decoder, schedule=trimming)
     )
     with pytest.raises(ValueError, match="policy 'full' or probe_every=1"):
+        engine.record(requests(1), {})
+
+
+def test_confidences_that_are_not_the_drafts_are_not_recorded(engine, pair, monkeypatch):
+    online = ScheduleConfig(policy="full", confidence_source="online")
+    monkeypatch.setattr(engine, "decoder", pair.decoder(online))
+    with pytest.raises(ValueError, match="confidence head"):
         engine.record(requests(1), {})
 
 
