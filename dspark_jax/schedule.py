@@ -80,6 +80,19 @@ class ScheduleConfig:
         """Does anything here read the SPS table?"""
         return self.policy in NEEDS_SPS or self.min_predicted_gain is not None
 
+    def check_source(self) -> None:
+        """Refuses to go by the confidence head of a draft that has none.
+
+        Raises:
+          ValueError: the policy or the bypass needs confidences from the head.
+        """
+        if self.confidence_source == "head" and (self.needs_sps or self.policy == "threshold"):
+            raise ValueError(
+                f"policy={self.policy!r} with min_predicted_gain={self.min_predicted_gain} needs "
+                "confidences, but this draft has no confidence head; set "
+                "confidence_source='online', or use the policy 'full'."
+            )
+
     def check_lossless(self, rejection_sample_method: str) -> None:
         """Refuses a policy that would bias the output under this verification rule.
 

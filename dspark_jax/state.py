@@ -37,6 +37,8 @@ class Decoder:
                 f"the target taps layers {self.target.tap_layer_ids}, but the draft reads "
                 f"{self.draft.config.target_layer_ids}; build the target with the draft's ids."
             )
+        if self.draft and not self.draft.config.enable_confidence_head:
+            self.schedule.check_source()
 
     @property
     def num_drafts(self) -> int:

@@ -18,7 +18,9 @@ from dspark_jax.schedule import ScheduleConfig
 from dspark_jax.sps import CHIPS, SpsTable
 
 # Programs with every bucket, and with rounds that draft nothing.
-PROFILED = ScheduleConfig(policy="early_stop", min_predicted_gain=0.0)
+PROFILED = ScheduleConfig(
+    policy="early_stop", confidence_source="online", min_predicted_gain=0.0
+)  # with or without a confidence head
 
 
 def parser() -> argparse.ArgumentParser:

@@ -54,8 +54,14 @@ def test_bench_reports_equal_tokens_and_all_keys(
     _run("dspark_jax.bench", [*argv, "--max-model-len", 128, "--json"], monkeypatch)
     figures = json.loads(capsys.readouterr().out)
     wanted = {"tokens_equal", "tau", "speedup", "tokens_per_s", "plain_tokens_per_s",
-              "accept_per_position", "prompts"}  # fmt: skip
+              "accept_per_position", "prompts", "num_bypassed"}  # fmt: skip
     assert wanted <= set(figures)
+    assert figures["scheduled_rows"] == figures["num_draft_tokens"] + figures["num_drafts"]
+    assert figures["verified_rows"] >= figures["scheduled_rows"]
+    assert figures["wasted_rows"] < figures["verified_rows"]
+    assert all(0 < e < 1 for e in figures["survival_error_per_position"])
+    assert all(-1 < gap < 1 for gap in figures["calibration_gap_per_position"])
+    assert (figures["num_probes"], figures["probe_acceptance_length"]) == (0, None)
     assert figures["tokens_equal"] is True
     assert (figures["prompts"], figures["prompts_skipped"]) == (2, 1)  # the third is too long
     assert 1.0 <= figures["tau"] <= 5.0

@@ -15,7 +15,7 @@ from dspark_jax.engine.requests import FinishReason, Request, RequestError
 from dspark_jax.schedule import ScheduleConfig
 from dspark_jax.state import Decoder
 from dspark_jax.target.llama import LlamaTarget, split_layers
-from dspark_jax.types import PairParams
+from dspark_jax.types import PairParams, RoundOutput
 
 VOCAB, BLOCK, CAPACITY, SLOTS = 61, 4, 96, 2
 DIMS = {
@@ -301,3 +301,95 @@ def test_measured_steps_per_s_form_a_staircase(pair: tuple) -> None:
         assert np.all(np.diff(table[rows:]) <= 0)
         steps = set(np.flatnonzero(np.diff(table[rows:])) + rows)
         assert steps <= set(engine.programs.buckets(rows))
+
+
+PLANNING = {
+    "lagged": ScheduleConfig(policy="lagged", lag=1, min_verify_len=1),
+    "presampled": ScheduleConfig(
+        policy="presampled", min_predicted_gain=0.05, probe_every=5, max_verify_len=3
+    ),
+    "online": ScheduleConfig(policy="early_stop", confidence_source="online"),
+}
+
+
+def _planning(pair: tuple, name: str) -> Engine:
+    """An engine whose rounds slow down with every row, so that schedules vary."""
+    engine = _engine(
+        pair, schedule=PLANNING[name], rejection_sample_method="coupled",
+        slots=1 if name == "online" else SLOTS,
+    )  # fmt: skip
+    for rows, table in engine.steps_per_s.items():
+        over = np.maximum(np.arange(len(table)) - rows, 0) / rows
+        engine.steps_per_s[rows] = (1.0 / (1.0 + 0.4 * over)).astype(np.float32)
+        engine.steps_per_s[rows][0] = 1.1
+    return engine
+
+
+def _watched(engine: Engine, requests: list[Request]) -> tuple[list[list[int]], list[RoundOutput]]:
+    """Tokens of the requests, and what every round told the host."""
+    outputs, run = [], engine._run
+    engine._run = lambda rows: outputs.append(run(rows)) or outputs[-1]
+    tokens = _tokens(engine, requests)
+    engine._run = run
+    return tokens, outputs
+
+
+@pytest.mark.parametrize("name", PLANNING)
+def test_planned_rounds_keep_the_text_and_compute_no_row_that_is_not_scheduled(
+    pair: tuple, plain_engine: Engine, name: str
+) -> None:
+    engine, schedule = _planning(pair, name), PLANNING[name]
+    requests = _mixed(_requests(12))
+    tokens, outputs = _watched(engine, requests)
+    assert tokens == _tokens(plain_engine, requests)
+    scheduled, buckets = 0, set()
+    for output in outputs:
+        active = output.emit_len > 0
+        rows = int((1 + output.verify_len)[active].sum())
+        fits = [b for b in engine.programs.buckets(len(active)) if b >= rows]
+        assert output.verify_rows == min(fits)
+        scheduled += rows
+        buckets.add(int(output.verify_rows))
+        if not output.probe:
+            assert output.verify_len.max() <= (schedule.max_verify_len or BLOCK)
+        if output.bypassed:
+            assert rows == active.sum() and not output.probe
+    assert len(buckets) > 2
+    counters = engine.counters
+    assert counters.rounds == len(outputs)
+    assert counters.scheduled_rows == scheduled
+    assert counters.verified_rows == sum(int(o.verify_rows) for o in outputs)
+    emitted = sum(int(o.emit_len.sum()) for o in outputs)
+    assert counters.wasted_rows == counters.verified_rows - emitted
+    request_rounds = counters.num_drafts + counters.num_bypassed
+    assert counters.generation_tokens == counters.num_accepted_tokens + request_rounds
+    assert (counters.num_bypassed > 0) == (schedule.min_predicted_gain is not None)
+    assert (counters.num_probes > 0) == (schedule.probe_every > 0)
+    assert all(0 < error < 1 for error in counters.survival_error_mean_per_pos[:2])
+
+
+def test_a_slots_history_starts_afresh_and_temperatures_are_data(pair: tuple) -> None:
+    engine = _planning(pair, "lagged")
+    first, second = (dataclasses.replace(r, max_tokens=25) for r in _requests(2))
+    outputs = _watched(engine, [first])[1]
+    _watched(engine, [second])
+    again = _watched(engine, [first])[1]
+    for a, b in zip(outputs, again, strict=True):
+        assert a.verify_len[0] == b.verify_len[0]
+    engine.sts_temperatures = np.full(BLOCK, 2.0, np.float32)
+    calmer = _watched(engine, [first])[1]
+    engine.sts_temperatures = np.ones(BLOCK, np.float32)
+
+    def logits(output: RoundOutput) -> np.ndarray:
+        return np.log(output.confidence[0] / (1 - output.confidence[0]))
+
+    np.testing.assert_allclose(2 * logits(calmer[0]), logits(outputs[0]), rtol=1e-3)
+
+
+def test_block_verification_in_the_engine(perfect: tuple) -> None:
+    engine = _engine(perfect, rejection_sample_method="block", slots=1)
+    request = Request(prompt_ids=(7, 8, 9), max_tokens=2 * BLOCK + 2, temperature=1.0, seed=3)
+    (sequence,) = engine.run([request])
+    assert sequence.accepted == sequence.drafted == 2 * BLOCK
+    greedy = dataclasses.replace(request, temperature=0.0)
+    assert _tokens(engine, [greedy]) == _tokens(_engine(perfect, plain=True, slots=1), [greedy])

@@ -147,3 +147,11 @@ def test_a_row_costs_what_its_bucket_costs():
 def test_bad_configs_are_explained(fields: dict, words: str):
     with pytest.raises(ValueError, match=words):
         ScheduleConfig(**fields)
+
+
+def test_a_draft_without_a_confidence_head_needs_another_source():
+    for fields in ({"policy": "early_stop"}, {"policy": "threshold"}, {"min_predicted_gain": 0.0}):
+        with pytest.raises(ValueError, match="confidence_source='online'"):
+            ScheduleConfig(**fields).check_source()
+        ScheduleConfig(confidence_source="online", **fields).check_source()
+    ScheduleConfig().check_source()
