@@ -333,6 +333,16 @@ def test_metrics(server, client):
         for k in range(3)
     ]
     assert sum(by_position) == accepted
+    scheduled, computed, wasted = (
+        server.metric(f"vllm:spec_decode_{x}_rows_total")
+        for x in ("scheduled", "verified", "wasted")
+    )
+    assert 0 < scheduled <= computed and 0 <= wasted < computed
+    assert server.metric("vllm:spec_decode_num_bypassed_total") == 0
+    error = server.metric("vllm:spec_decode_survival_error_per_pos_total", position="0")
+    sent = server.metric("vllm:spec_decode_num_draft_tokens_per_pos_total", position="0")
+    assert 0 < error < sent
+    assert 0 < server.metric("vllm:spec_decode_survival_per_pos_total", position="0") < sent
     finished = server.metric("vllm:request_success_total", finished_reason="length")
     assert finished >= 1
     assert server.metric("vllm:time_to_first_token_seconds_count") >= finished

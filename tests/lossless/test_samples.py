@@ -17,7 +17,7 @@ from scipy import stats
 
 from dspark_jax.sampling import Purpose, draw, gumbel, position_keys, round_keys, warp
 from dspark_jax.types import AcceptResult, SamplingParams
-from dspark_jax.verify import accept_coupled, accept_standard
+from dspark_jax.verify import accept_block, accept_coupled, accept_standard
 
 SAMPLES = 120_000
 V, K = 6, 2
@@ -145,6 +145,23 @@ def test_standard_samples_follow_the_target(name: str, dtype: str):
     values = p_values(SETTINGS[name], dtype)
     assert len(values) >= 2
     assert min(values) > LEVEL, values
+
+
+@pytest.mark.parametrize("name", ["plain", "top_p", "all"])
+def test_block_samples_follow_the_target(name: str):
+    values = p_values(SETTINGS[name], accept=accept_block)
+    assert min(values) > LEVEL, values
+
+
+def test_block_accepts_more():
+    sampling, both = sampling_of(SAMPLES), jnp.full(SAMPLES, K, jnp.int32)
+    means = [
+        np.asarray(jitted_round(accept=rule)(logits_of("float32"), sampling, both)[0].accept_len)
+        for rule in (accept_standard, accept_block)
+    ]
+    standard, block = (lengths.mean() for lengths in means)
+    error = max(lengths.std() for lengths in means) / np.sqrt(SAMPLES)
+    assert block > standard + 4 * error
 
 
 @pytest.mark.parametrize("name", ["plain", "all"])

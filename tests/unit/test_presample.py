@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dspark_jax.draft.confidence import confidence_logits
-from dspark_jax.draft.presample import presampled_logits
+from dspark_jax.draft.presample import GROUP, LIKELIEST, likeliest, presampled_logits
 from dspark_jax.types import SharedHead
 
 R, K, V, D, Q = 3, 4, 90, 6, 5
@@ -82,3 +82,15 @@ def test_a_head_that_reads_no_tokens_needs_no_estimate(case: dict):
     got = presampled(case | {"params": {"confidence": head}})
     want = confidence_logits(head, case["block_hidden"], None)
     np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("size", [LIKELIEST // 2, LIKELIEST * GROUP, LIKELIEST * GROUP + 5, 5000])
+def test_likeliest_are_the_largest(size: int):
+    rng = np.random.default_rng(size)
+    logits = jnp.asarray(rng.normal(size=(2, 3, size)), jnp.float32)
+    logits = logits.at[0, :, :: -(-size // GROUP)].add(9.0)  # many of one group
+    values, ids = jax.jit(likeliest, static_argnums=1)(logits, LIKELIEST)
+    want = np.sort(logits, axis=-1)[..., ::-1][..., :LIKELIEST]
+    np.testing.assert_array_equal(values, want)
+    np.testing.assert_array_equal(np.take_along_axis(np.asarray(logits), np.asarray(ids), -1), want)
+    assert all(len(set(row)) == len(row) for row in np.asarray(ids).reshape(6, -1).tolist())
