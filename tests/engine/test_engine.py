@@ -12,6 +12,7 @@ from dspark_jax.draft.dense import DenseDraft
 from dspark_jax.engine.core import Engine
 from dspark_jax.engine.profile import measure_steps_per_s
 from dspark_jax.engine.requests import FinishReason, Request, RequestError
+from dspark_jax.kv_cache import KVCache
 from dspark_jax.schedule import ScheduleConfig
 from dspark_jax.state import Decoder
 from dspark_jax.target.llama import LlamaTarget, split_layers
@@ -366,6 +367,26 @@ def test_planned_rounds_keep_the_text_and_compute_no_row_that_is_not_scheduled(
     assert (counters.num_bypassed > 0) == (schedule.min_predicted_gain is not None)
     assert (counters.num_probes > 0) == (schedule.probe_every > 0)
     assert all(0 < error < 1 for error in counters.survival_error_mean_per_pos[:2])
+
+
+def test_rounds_without_drafts_keep_the_draft_context(pair: tuple) -> None:
+    engine = _planning(pair, "presampled")
+    request = Request(prompt_ids=(5, 6, 7), max_tokens=30)
+    rows, contexts, tokens = 3 + 30 - 1, [], []
+    for undrafted in (1e9, 0.0):  # steps per second without drafts: always wins, never wins
+        for table in engine.steps_per_s.values():
+            table[0] = undrafted
+        engine.reset_counters()
+        tokens.append(_tokens(engine, [request])[0])
+        contexts.append([np.asarray(x[:, 0, :, :rows]) for x in jax.tree.leaves(_context(engine))])
+        assert (engine.counters.num_bypassed > 15) == (undrafted > 1)
+    assert tokens[0] == tokens[1]
+    for kept, drafted in zip(*contexts, strict=True):
+        np.testing.assert_allclose(kept, drafted, rtol=1e-4, atol=1e-4)
+
+
+def _context(engine: Engine) -> KVCache:
+    return engine._state.context_kv
 
 
 def test_a_slots_history_starts_afresh_and_temperatures_are_data(pair: tuple) -> None:
