@@ -97,14 +97,16 @@ class ScheduleConfig:
         """Refuses a policy that would bias the output under this verification rule.
 
         Raises:
-          ValueError: `global` together with anything but `coupled`, or an unknown rule.
+          ValueError: `global` by the confidence head, which reads this round's drafts, together
+            with anything but `coupled`; or an unknown rule.
         """
         if rejection_sample_method not in REJECTION_SAMPLE_METHODS:
             raise ValueError(
                 f"rejection_sample_method={rejection_sample_method!r}; expected one of "
                 f"{REJECTION_SAMPLE_METHODS}."
             )
-        if self.policy == "global" and rejection_sample_method != "coupled":
+        leaks = self.policy == "global" and self.confidence_source == "head"
+        if leaks and rejection_sample_method != "coupled":
             raise ValueError(
                 "policy='global' looks at confidences that depend on the drafts it decides on; "
                 f"with rejection_sample_method={rejection_sample_method!r} the output "

@@ -116,7 +116,7 @@ class Scheduler:
         key = tuple(views)
         if key not in self._made:
             rows = [
-                [self.row(r, view[0], path) for path in paths[r]] for r, view in enumerate(views)
+                [self.row(r, view, path) for path in paths[r]] for r, view in enumerate(views)
             ]
             limit = [self.limit(r, view[0]) for r, view in enumerate(views)]
             active = [len(view[0]) < self.horizon for view in views]
@@ -132,9 +132,9 @@ class Scheduler:
             self._made[key] = np.array(out).reshape(shape)
         return self._made[key]
 
-    def row(self, r: int, tokens: Tokens, path: Tokens) -> Law:
+    def row(self, r: int, view: View, path: Tokens) -> Law:
         """Confidences of request r; a finished one has none."""
-        return self.confidences[r](tokens, path) if len(tokens) < self.horizon else ()
+        return self.confidences[r](view[0], path) if len(view[0]) < self.horizon else ()
 
     def limit(self, r: int, tokens: Tokens) -> int:
         """Most drafts that request r may send."""

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from tests.lossless import twin
-from tests.lossless.cases import EXACT, RULES, error_of
+from tests.lossless.cases import EXACT, HORIZON, RULES, chain_of, error_of
+from tests.lossless.harness import Scheduler, emitted_law
+from tests.lossless.world import joint_target_law, sps_table
 
 PLANNED = ("lagged", "presampled")  # capacity from elsewhere, rank from this round
 EVERY = ("full", "per_position", "cumulative", "early_stop", *PLANNED)
@@ -119,3 +121,28 @@ def test_capacity_goes_to_the_end_of_its_stair():
     )
     assert plan == [2]
     assert np.argmax(twin.throughputs(twin.ranked_drafts(older, (3,), (True,)), 1, sps)) == 1
+
+
+class Online(Scheduler):
+    """Confidence from how many drafts the round before got accepted, and from nothing newer."""
+
+    def row(self, r, view, path):
+        tokens, past = view
+        if len(tokens) >= self.horizon:
+            return ()
+        if not past:
+            return (1.0,) * self.block
+        accepted = len(tokens) - len(past[-1][0]) - 1
+        return tuple(0.9 if k < accepted else 0.3 + 0.1 * r for k in range(self.block))
+
+
+@pytest.mark.parametrize("policy", ["early_stop", "global"])
+@pytest.mark.parametrize("rule", RULES)
+def test_confidences_from_earlier_outcomes_are_exact_even_with_global(rule: str, policy: str):
+    for shape in ("staircase", "jagged"):
+        schedule = Online(policy, (), sps_table(shape, 2, 2, seed=4), block=2)
+        chains = [chain_of(rule, "plain", 3, 2, r, 1) for r in range(2)]
+        law = emitted_law(chains, schedule)
+        target = joint_target_law([c.rule.request for c in chains], HORIZON)
+        assert np.abs(law - target).max() < EXACT
+        assert policy == "early_stop" or len(schedule.seen) > 1

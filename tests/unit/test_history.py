@@ -155,3 +155,12 @@ def test_a_draft_without_a_confidence_head_needs_another_source():
             ScheduleConfig(**fields).check_source()
         ScheduleConfig(confidence_source="online", **fields).check_source()
     ScheduleConfig().check_source()
+
+
+def test_global_is_refused_where_it_would_read_this_rounds_drafts():
+    with pytest.raises(ValueError, match="distribution would change"):
+        ScheduleConfig(policy="global").check_lossless("block")
+    ScheduleConfig(policy="global").check_lossless("coupled")
+    ScheduleConfig(policy="global", confidence_source="online").check_lossless("standard")
+    with pytest.raises(ValueError, match="rejection_sample_method='none'"):
+        ScheduleConfig().check_lossless("none")
