@@ -102,6 +102,11 @@ class DeepseekDraftConfig:
         return self.model_type == "deepseek_v4"
 
     @property
+    def enable_confidence_head(self) -> bool:
+        """Every draft of these families has one."""
+        return True
+
+    @property
     def num_drafts(self) -> int:
         """Drafts per block: the anchor's row is a prediction row."""
         return self.block_size

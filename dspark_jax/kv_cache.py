@@ -61,20 +61,20 @@ def make_cache(
 
 
 def write_rows(
-    cache: KVCache,
+    cache: KVCache | WindowCache,
     new_k: jax.Array,
     new_v: jax.Array,
     *,
     first_slot: jax.Array | int,
     start: jax.Array,
     count: jax.Array,
-) -> KVCache:
+) -> KVCache | WindowCache:
     """Stores rows of R neighbouring slots.
 
     Args:
-      cache: KVCache [L, S, G, C, H].
-      new_k: [L, R, W, G, H].
-      new_v: [L, R, W, G, H].
+      cache: KVCache [L, S, G, C, H]; or a WindowCache, see `write_window`.
+      new_k: [L, R, W, G, H]; for a WindowCache its rows [L, R, W, H].
+      new_v: [L, R, W, G, H]; not used for a WindowCache, whose rows are values too.
       first_slot: the slot of row 0; row r belongs to first_slot + r.
       start: i32[R], position of the first row of each slot.
       count: i32[R], rows to store, 0..W; the rest is dropped, as is anything past C.
@@ -82,6 +82,8 @@ def write_rows(
     Returns:
       The cache with rows start .. start+count-1 replaced.
     """
+    if isinstance(cache, WindowCache):
+        return write_window(cache, new_k, first_slot=first_slot, start=start, count=count)
     _, rows, width = new_k.shape[:3]
     offset = jnp.arange(width)
     position = jnp.where(offset < count[:, None], start[:, None] + offset, cache.capacity)

@@ -13,7 +13,7 @@ from dspark_jax.checkpoint.safetensors import TensorReader
 from dspark_jax.config import read_config_json
 from dspark_jax.draft.deepseek import DeepseekDraft
 from dspark_jax.draft.propose import propose
-from dspark_jax.kv_cache import WindowCache, write_window
+from dspark_jax.kv_cache import WindowCache, write_rows
 from dspark_jax.types import Block, Params, SamplingParams, SharedHead
 from tools.comparisons import (
     Arrays,
@@ -139,8 +139,8 @@ def _write(
     draft: DeepseekDraft, params: Params, cache: WindowCache, taps: jax.Array, start: jax.Array
 ) -> WindowCache:
     rows, width = taps.shape[:2]
-    new = draft.context_kv(params, taps, start[:, None] + jnp.arange(width))
-    return write_window(cache, new, first_slot=0, start=start, count=jnp.full(rows, width))
+    k, v = draft.context_kv(params, taps, start[:, None] + jnp.arange(width))
+    return write_rows(cache, k, v, first_slot=0, start=start, count=jnp.full(rows, width))
 
 
 def _check_rings(prefix: str, cache: WindowCache, golden: Arrays) -> list[Result]:

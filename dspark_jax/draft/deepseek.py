@@ -207,8 +207,8 @@ class DeepseekDraft:
 
     def context_kv(
         self, params: Params, context_features: jax.Array, positions: jax.Array
-    ) -> jax.Array:
-        """Every block's rows of the context, to be stored by `write_window`.
+    ) -> tuple[jax.Array, jax.Array]:
+        """Every block's rows of the context, to be stored by `write_rows`.
 
         Args:
           params: the draft's tree.
@@ -216,16 +216,15 @@ class DeepseekDraft:
           positions: i32[R, W], absolute.
 
         Returns:
-          [L, R, W, H], rotated.
+          Rotated rows [L, R, W, H], twice: they are the keys and the values.
         """
         context, angles = self.project_context(params, context_features), self._angles(positions)
         block = DeepseekBlock(self.config)
-        return jnp.stack(
-            [
-                block.apply({"params": layer}, context, angles, method="keys_values")
-                for layer in params["layers"]
-            ]
-        )
+        rows = [
+            block.apply({"params": layer}, context, angles, method="keys_values")
+            for layer in params["layers"]
+        ]
+        return (jnp.stack(rows),) * 2
 
     def backbone(
         self,

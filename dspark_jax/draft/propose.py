@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax.draft.confidence import confidence_logits
-from dspark_jax.draft.dense import DenseDraft
 from dspark_jax.draft.markov import initial_state, markov_bias, markov_step
 from dspark_jax.draft.presample import presampled_logits
-from dspark_jax.kv_cache import KVCache
+from dspark_jax.draft.protocol import Draft
+from dspark_jax.kv_cache import KVCache, WindowCache
 from dspark_jax.sampling import (
     Purpose,
     any_sampled,
@@ -21,10 +21,10 @@ from dspark_jax.types import Block, Params, SamplingParams, SharedHead
 
 
 def propose(
-    draft: DenseDraft,
+    draft: Draft,
     params: Params,
     shared: SharedHead,
-    cache: KVCache,
+    cache: KVCache | WindowCache,
     *,
     anchor: jax.Array,
     anchor_pos: jax.Array,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dspark_jax.draft.deepseek import DeepseekDraft
-from dspark_jax.kv_cache import WindowCache, write_window
+from dspark_jax.kv_cache import WindowCache, write_rows, write_window
 from tests.deepseek_models import deepseek_config
 
 ROUNDS = 200
@@ -63,8 +63,8 @@ class _Stack:
         @jax.jit
         def run(cache: WindowCache, features, start, count) -> WindowCache:
             positions = start[:, None] + jnp.arange(features.shape[1])
-            new = self.draft.context_kv(self.params, features, positions)
-            return write_window(cache, new, first_slot=0, start=start, count=count)
+            k, v = self.draft.context_kv(self.params, features, positions)
+            return write_rows(cache, k, v, first_slot=0, start=start, count=count)
 
         return run
 
