@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.checkpoint.quantized import DequantisingReader
-from dspark_jax.checkpoint.rules import TensorRule, load_params, reshaped, same
+from dspark_jax.checkpoint.rules import TensorRule, check_stored, load_params, reshaped, same
 from dspark_jax.checkpoint.safetensors import TensorReader
 from dspark_jax.config import read_config_json
 from dspark_jax.config_deepseek import DeepseekDraftConfig, deepseek_draft_from_hf
@@ -43,22 +43,39 @@ def load_deepseek_draft(
     hf = read_config_json(directory)
     reader = TensorReader(directory, strip=("model.",))
     config = read_deepseek_config(hf, reader.names())
-    names = {n for n in reader.names() if _STAGE.match(n) and not _ALIASES.fullmatch(n)}
-    block = weight_block(hf)
-    params = load_params(
-        DequantisingReader(reader, block=block, names=names), deepseek_rules(config),
-        dtype=dtype, what="draft",
-    )  # fmt: skip
+    rules = deepseek_rules(config)
+    params = load_params(draft_reader(hf, reader, config), rules, dtype=dtype, what="draft")
     tables = {"embed.weight", "head.weight"} & reader.names()
     table = (config.vocab_size, config.hidden_size)
     rules = [
         same(("embedding",), "embed.weight", table),
         same(("head",), "head.weight", table),
     ]
-    shared = load_params(
-        DequantisingReader(reader, block=block, names=tables), rules, dtype=dtype, what="target"
-    )
+    plain = DequantisingReader(reader, block=None, names=tables)
+    shared = load_params(plain, rules, dtype=dtype, what="target")
     return config, params, SharedHead(**shared)
+
+
+def draft_reader(
+    hf: Mapping[str, Any], reader: TensorReader, config: DeepseekDraftConfig
+) -> DequantisingReader:
+    """The draft's tensors, checked against its config by their headers.
+
+    Args:
+      hf: the decoded `config.json`.
+      reader: all stored tensors.
+      config: of `read_deepseek_config`.
+
+    Returns:
+      A reader of the `mtp.*` tensors, the copies of the target's own left out.
+
+    Raises:
+      ValueError: tensors are missing, left over, of another shape or type.
+    """
+    names = {n for n in reader.names() if _STAGE.match(n) and not _ALIASES.fullmatch(n)}
+    draft = DequantisingReader(reader, block=weight_block(hf), names=names)
+    check_stored(draft, deepseek_rules(config), what="draft")
+    return draft
 
 
 def read_deepseek_config(hf: Mapping[str, Any], names: set[str]) -> DeepseekDraftConfig:
