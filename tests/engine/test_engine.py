@@ -309,16 +309,12 @@ PLANNING = {
     "presampled": ScheduleConfig(
         policy="presampled", min_predicted_gain=0.05, probe_every=5, max_verify_len=3
     ),
-    "online": ScheduleConfig(policy="early_stop", confidence_source="online"),
 }
 
 
 def _planning(pair: tuple, name: str) -> Engine:
     """An engine whose rounds slow down with every row, so that schedules vary."""
-    engine = _engine(
-        pair, schedule=PLANNING[name], rejection_sample_method="coupled",
-        slots=1 if name == "online" else SLOTS,
-    )  # fmt: skip
+    engine = _engine(pair, schedule=PLANNING[name], rejection_sample_method="coupled")
     for rows, table in engine.steps_per_s.items():
         over = np.maximum(np.arange(len(table)) - rows, 0) / rows
         engine.steps_per_s[rows] = (1.0 / (1.0 + 0.4 * over)).astype(np.float32)
@@ -407,10 +403,17 @@ def test_a_slots_history_starts_afresh_and_temperatures_are_data(pair: tuple) ->
     np.testing.assert_allclose(2 * logits(calmer[0]), logits(outputs[0]), rtol=1e-3)
 
 
-def test_block_verification_in_the_engine(perfect: tuple) -> None:
-    engine = _engine(perfect, rejection_sample_method="block", slots=1)
+def test_block_verification_by_online_confidences(perfect: tuple) -> None:
+    online = ScheduleConfig(policy="early_stop", confidence_source="online")
+    engine = _engine(perfect, rejection_sample_method="block", schedule=online, slots=1)
     request = Request(prompt_ids=(7, 8, 9), max_tokens=2 * BLOCK + 2, temperature=1.0, seed=3)
     (sequence,) = engine.run([request])
     assert sequence.accepted == sequence.drafted == 2 * BLOCK
     greedy = dataclasses.replace(request, temperature=0.0)
-    assert _tokens(engine, [greedy]) == _tokens(_engine(perfect, plain=True, slots=1), [greedy])
+    tokens, outputs = _watched(engine, [greedy])
+    assert tokens == _tokens(_engine(perfect, plain=True, slots=1), [greedy])
+    assert all((output.confidence == 1.0).all() for output in outputs)  # nothing ever failed
+    engine.steps_per_s[1] = np.full(BLOCK + 2, 0.01, np.float32)
+    engine.steps_per_s[1][:2] = 1.0  # one row is all that is worth its time
+    trimmed, outputs = _watched(engine, [greedy])
+    assert trimmed == tokens and all(output.verify_rows == 1 for output in outputs)

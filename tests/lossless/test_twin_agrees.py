@@ -15,7 +15,7 @@ from dspark_jax.schedule import Evidence, ScheduleConfig, predicted_gain, schedu
 from dspark_jax.verify import accept_block, accept_coupled, accept_standard
 from tests.lossless import twin
 
-CASES = 1500  # per test
+CASES = 1000  # per test
 ACCEPTANCES = 1500
 SHAPES = [(1, 2), (3, 3), (5, 7)]
 POLICIES = {
