@@ -61,6 +61,7 @@ class DeepseekDraftConfig:
     markov_rank: int  # Q
     num_target_layers: int
     max_position_embeddings: int  # tokens
+    round_kv_to_fp8: bool = False  # the window holds what the reference's FP8 cache holds
 
     def __post_init__(self):
         if self.model_type not in FAMILIES:
@@ -77,6 +78,11 @@ class DeepseekDraftConfig:
             raise ValueError(
                 f"qk_rope_head_dim={self.qk_rope_head_dim} must be even and at most "
                 f"head_dim={self.head_dim}."
+            )
+        if self.round_kv_to_fp8 and self.fp8_kv_dims % self.fp8_kv_group:
+            raise ValueError(
+                f"round_kv_to_fp8 needs the {self.fp8_kv_dims} rounded dimensions of a row to be "
+                f"a multiple of {self.fp8_kv_group}; leave it off for this model."
             )
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(
@@ -100,6 +106,16 @@ class DeepseekDraftConfig:
     def normalise_queries(self) -> bool:
         """V4: every query head is divided by its root mean square."""
         return self.model_type == "deepseek_v4"
+
+    @property
+    def fp8_kv_dims(self) -> int:
+        """First dimensions of a row that FP8 storage rounds: all in V4.1, the unrotated in V4."""
+        return self.head_dim - (0 if self.single_pass else self.qk_rope_head_dim)
+
+    @property
+    def fp8_kv_group(self) -> int:
+        """Dimensions that share a scale in FP8 storage of a row."""
+        return 32 if self.single_pass else 64
 
     @property
     def enable_confidence_head(self) -> bool:

@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from dspark_jax.checkpoint.deepseek import deepseek_rules
+from dspark_jax.checkpoint.rules import load_params
 from dspark_jax.checkpoint.safetensors import save_tensors
 from dspark_jax.config_deepseek import DeepseekDraftConfig, deepseek_draft_from_hf
+from dspark_jax.types import Params
 
 TEXT = {
     "vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 5, "num_attention_heads": 6,
@@ -67,6 +69,34 @@ def deepseek_tensors(config: DeepseekDraftConfig, rng: np.random.Generator) -> d
         shift = 1.0 if name.endswith(("norm.weight", "_scale")) else 0.0
         tensors[name] = (shift + scale * noise).astype(np.float32)
     return tensors
+
+
+class _Memory:
+    """Tensors in memory, as a checkpoint's reader gives them."""
+
+    directory = "memory"
+
+    def __init__(self, tensors: dict):
+        self._tensors = tensors
+
+    def names(self) -> set[str]:
+        return set(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name].shape
+
+    def dtype(self, name: str) -> str:
+        return "F32"
+
+    def read(self, name: str) -> np.ndarray:
+        return self._tensors[name]
+
+
+def deepseek_params(config: DeepseekDraftConfig, rng: np.random.Generator) -> Params:
+    """Random parameters; unlike `DeepseekDraft.init`, there is nothing to compile."""
+    tensors = deepseek_tensors(config, rng)
+    memory = _Memory({k: v for k, v in tensors.items() if k.startswith("mtp.")})
+    return load_params(memory, deepseek_rules(config), dtype=np.float32, what="draft")
 
 
 def write_deepseek(

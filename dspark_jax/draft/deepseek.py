@@ -21,7 +21,14 @@ from dspark_jax.hyper_connections import (
     write_streams,
 )
 from dspark_jax.kv_cache import WindowCache
-from dspark_jax.layers import KERNEL_INIT, RmsNorm, rope_angles, rotate_tail, score_vocabulary
+from dspark_jax.layers import (
+    KERNEL_INIT,
+    RmsNorm,
+    rope_angles,
+    rotate_tail,
+    round_to_fp8,
+    score_vocabulary,
+)
 from dspark_jax.moe import DeepseekMoe
 from dspark_jax.types import Params, SharedHead
 
@@ -64,8 +71,13 @@ class LatentAttention(nn.Module):
 
     def keys_values(self, x: jax.Array, angles: jax.Array) -> jax.Array:
         """Rotated rows [.., H] of context or block rows x [.., D]."""
+        cfg = self.config
         kv = self.kv_norm(jnp.einsum("...d,dh->...h", x, self.kv))
-        return rotate_tail(kv[..., None, :], angles)[..., 0, :]
+        kv = rotate_tail(kv[..., None, :], angles)[..., 0, :]
+        if not cfg.round_kv_to_fp8:
+            return kv
+        rounded = round_to_fp8(kv[..., : cfg.fp8_kv_dims], cfg.fp8_kv_group)
+        return jnp.concatenate([rounded, kv[..., cfg.fp8_kv_dims :]], axis=-1)
 
     def __call__(
         self,

@@ -9,7 +9,7 @@ import pytest
 
 from dspark_jax.draft.deepseek import DeepseekDraft
 from dspark_jax.kv_cache import WindowCache, write_rows, write_window
-from tests.deepseek_models import deepseek_config
+from tests.deepseek_models import deepseek_config, deepseek_params
 
 ROUNDS = 200
 SLOTS = 3
@@ -49,8 +49,7 @@ class _Stack:
     def __init__(self, family: str, stages: int = 1):
         self.config = deepseek_config(family, stages=stages)
         self.draft = DeepseekDraft(config=self.config)
-        self.params = jax.jit(self.draft.init)(jax.random.key(0))
-        self.params = jax.tree.map(lambda x: x + 0.1 * jnp.sign(x), self.params)
+        self.params = deepseek_params(self.config, np.random.default_rng(1))
         self.taps = len(self.config.target_layer_ids) * self.config.hidden_size
         table = jax.random.normal(jax.random.key(1), (61, self.config.hidden_size))
         self.shared = type("Shared", (), {"embedding": table})
