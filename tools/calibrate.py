@@ -56,13 +56,12 @@ def collect(args: argparse.Namespace) -> Traces:
         slots=args.batch, capacity=max(len(r.prompt_ids) for r in requests) + args.max_new_tokens,
         dtype=pair.dtype, tokenizer=pair.tokenizer, progress=say,
     )  # fmt: skip
-    say(f"decoding {len(requests)} prompts")
     source = {
         "model": pair.name, "draft": args.draft, "temperature": str(args.temperature),
         "rejection_sample_method": args.rejection_sample_method,
         "dataset": ", ".join(Path(path).name for path in args.prompts),
     }  # fmt: skip
-    return engine.record(requests, source)
+    return engine.record(requests, source, say)
 
 
 def table(before: dict[str, list], after: dict[str, list], temperatures: np.ndarray) -> str:

@@ -100,12 +100,18 @@ def measure_table(
     return SpsTable(key=key, source="measured", curves=tuple(curves))
 
 
-def measure_steps_per_s(engine: Engine, *, context_len: int = 256) -> dict[int, np.ndarray]:
+def measure_steps_per_s(
+    engine: Engine,
+    *,
+    context_len: int = 256,
+    progress: Callable[[str], None] = lambda message: None,
+) -> dict[int, np.ndarray]:
     """Measures (see `measure_table`) and lets the engine schedule by the result.
 
     Args:
       engine: warm and without requests.
       context_len: context rows per request while timing, cut to the engine's capacity.
+      progress: told if more rows cost nothing here, so that there is nothing to schedule by.
 
     Returns:
       Per batch width R, f32[R*(K+1)+1]: steps per second by verified rows, as now stored in
@@ -114,7 +120,10 @@ def measure_steps_per_s(engine: Engine, *, context_len: int = 256) -> dict[int, 
     Raises:
       ValueError: the engine has no draft, or has work.
     """
-    use_table(engine, measure_table(engine, SpsKey(), [context_len]))
+    table = measure_table(engine, SpsKey(), [context_len])
+    if table.is_flat:
+        progress("warning: no number of rows costs more here; policies will verify every draft")
+    use_table(engine, table)
     return engine.steps_per_s
 
 
@@ -190,7 +199,7 @@ def prepare_schedule(
         use_table(engine, table)
     elif engine.decoder.schedule.needs_sps:
         progress("measuring steps per second")
-        measure_steps_per_s(engine)
+        measure_steps_per_s(engine, progress=progress)
 
 
 def profiled_points(slots: int, num_drafts: int) -> list[tuple[int, int]]:

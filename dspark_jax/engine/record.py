@@ -1,7 +1,7 @@
 """An engine that keeps what every round said about its drafts, for calibration and replay."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -27,12 +27,18 @@ class RecordingEngine(Engine):
         super().__init__(*args, **kwargs)
         self._rounds: list[_Round] = []
 
-    def record(self, requests: Iterable[Request], source: dict[str, str]) -> Traces:
+    def record(
+        self,
+        requests: Iterable[Request],
+        source: dict[str, str],
+        progress: Callable[[str], None] = lambda message: None,
+    ) -> Traces:
         """Runs requests to their end and returns their rounds.
 
         Args:
           requests: what to generate; the i-th is prompt i.
           source: what makes the traces, to be kept with them.
+          progress: told how many requests have ended.
 
         Returns:
           One row per request and round.
@@ -55,7 +61,13 @@ class RecordingEngine(Engine):
                 f"confidence_source={schedule.confidence_source!r}."
             )
         self._rounds = []
-        sequences = self.run(requests)
+        sequences = [self.submit(request) for request in requests]
+        done = 0
+        while self.has_work:
+            ended = sum(emission.finish_reason is not None for emission in self.step())
+            done += ended
+            if ended:
+                progress(f"{done}/{len(sequences)} prompts decoded")
         order = {id(sequence): i for i, sequence in enumerate(sequences)}
         rounds = sorted(self._rounds, key=lambda one: order[id(one.sequence)])
         self._rounds = []

@@ -66,7 +66,7 @@ def lines(
       title: of the figure.
       xlabel: of the points.
       ylabel: of the values.
-      log_x: powers of two on the axis.
+      log_x: logarithmic, with every point on the axis.
     """
     figure, axis = plt.subplots(figsize=(7, 4.6), layout="constrained")
     for label, values in series.items():
@@ -74,6 +74,7 @@ def lines(
         axis.plot(x, values, label=label, **style)
     if log_x:
         axis.set_xscale("log", base=2)
+        axis.set_xticks(list(x), [str(value) for value in x])
     axis.set(title=title, xlabel=xlabel, ylabel=ylabel, ylim=(0, None))
     axis.grid(alpha=0.3)
     axis.legend(fontsize="small")

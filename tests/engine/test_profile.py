@@ -12,6 +12,7 @@ from dspark_jax.engine.load import Pair, load_pair
 from dspark_jax.engine.profile import (
     CHAIN,
     REPEATS,
+    measure_steps_per_s,
     measure_table,
     modelled_table,
     prepare_schedule,
@@ -24,6 +25,7 @@ from dspark_jax.engine.requests import Request
 from dspark_jax.schedule import ScheduleConfig
 from dspark_jax.sps import CHIPS, Curve, SpsTable, load_sps_table
 from tests.models import write_draft, write_target
+from tools.profile_sps import main
 
 SLOTS, CAPACITY, DRAFTS = 1, 40, 2
 PROBING = ScheduleConfig(policy="presampled", probe_every=1)
@@ -126,7 +128,10 @@ def test_temperatures_on_file_are_used(engine, pair, tmp_path, monkeypatch):
 
 def test_without_a_table_only_a_policy_that_needs_one_has_it_measured(pair, engine, monkeypatch):
     measured = []
-    monkeypatch.setattr("dspark_jax.engine.profile.measure_steps_per_s", measured.append)
+    monkeypatch.setattr(
+        "dspark_jax.engine.profile.measure_steps_per_s",
+        lambda engine, progress: measured.append(engine),
+    )
     monkeypatch.setattr(engine, "decoder", pair.decoder(ScheduleConfig(policy="full")))
     prepare_schedule(engine, pair)
     assert measured == []
@@ -172,7 +177,9 @@ def test_profile_covers_every_program_of_an_adaptive_engine():
 
 def test_recorded_rounds_add_up_to_the_text(engine):
     asked = requests(3)
-    traces = engine.record(asked, {"model": "tiny"})
+    told: list[str] = []
+    traces = engine.record(asked, {"model": "tiny"}, told.append)
+    assert told == [f"{i}/3 prompts decoded" for i in (1, 2, 3)]
     assert traces.num_drafts == DRAFTS
     assert np.all(np.diff(traces.prompt) >= 0) and set(traces.prompt) == {0, 1, 2}
     for i, request in enumerate(asked):
@@ -209,7 +216,33 @@ def test_confidences_that_are_not_the_drafts_are_not_recorded(engine, pair, monk
         engine.record(requests(1), {})
 
 
+def test_a_flat_measurement_is_not_silent(engine, monkeypatch):
+    monkeypatch.setattr(engine, "steps_per_s", dict(engine.steps_per_s))
+    told: list[str] = []
+    clock = iter(np.arange(1000.0))  # every chain takes one second
+    monkeypatch.setattr("dspark_jax.engine.profile.time.perf_counter", lambda: next(clock))
+    steps = measure_steps_per_s(engine, progress=told.append)
+    np.testing.assert_allclose(steps[1], CHAIN)
+    assert len(told) == 1 and "verify every draft" in told[0]
+
+
 def test_written_table_loads(engine, pair, tmp_path):
     table = measure_table(engine, sps_key(pair), [8])
     table.save(tmp_path / "sps.json")
     assert load_sps_table(tmp_path / "sps.json") == table
+
+
+@pytest.mark.slow
+def test_profiler_writes_a_table_the_front_ends_take(tmp_path, monkeypatch, capsys):
+    target = write_target(tmp_path / "tiny", layers=2)
+    draft = write_draft(tmp_path / "tiny-draft", target, block_size=DRAFTS)
+    out = tmp_path / "sps.json"
+    arguments = ["profile_sps", "--model", str(target), "--draft", str(draft), "--slots", "1"]
+    monkeypatch.setattr("sys.argv", [*arguments, "--context", "8", "24", "--out", str(out)])
+    main()
+    table = load_sps_table(out)
+    assert table.context_lens == (8, 24) and table.requests == (1,)
+    assert all(curve.undrafted_seconds for curve in table.curves)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("measured on") and len(lines) == 3
+    table.check(sps_key(load_pair(str(target), str(draft))), print)
