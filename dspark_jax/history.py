@@ -23,7 +23,7 @@ class History:
     confidence: jax.Array  # f32[S, lag, K], of the last rounds with drafts, oldest first
     acceptance: jax.Array  # f32[S, K], how often draft k was accepted when those before it were
     rounds: jax.Array  # i32[], rounds run
-    idle_rounds: jax.Array  # i32[], of those, how many without drafts since the last with
+    idle_rounds: jax.Array  # i32[], rounds since drafts stopped paying or were rechecked, or 0
 
 
 def init_history(config: ScheduleConfig, slots: int, num_drafts: int) -> History:
@@ -112,6 +112,7 @@ def remember(
     reached = sent & (position <= accept_len[:, None])  # all drafts before it were accepted
     rate = jnp.where(reached, ONLINE_RATE, jnp.where(sent, 0.0, EXPLORING_RATE))
     moved = estimate + rate * (jnp.where(reached, accepted, 1.0) - estimate)
+    rechecked = history.idle_rounds == RECHECK_EVERY  # one round with drafts changes nothing yet
     return history.replace(
         confidence=history.confidence.at[:rows].set(
             jnp.where(drafted[:, None, None], shifted, older)
@@ -120,5 +121,5 @@ def remember(
             jnp.where(drafted[:, None], moved, estimate)
         ),
         rounds=history.rounds + 1,
-        idle_rounds=jnp.where(bypassed, history.idle_rounds + 1, 0),
+        idle_rounds=jnp.where(bypassed, history.idle_rounds + 1, rechecked),
     )

@@ -111,6 +111,9 @@ def test_bypass_goes_by_older_rounds_with_hysteresis_and_rechecks():
         assert bool(bypasses(idle, case, config)) is while_idle
     long_idle = drafting.replace(idle_rounds=jnp.int32(RECHECK_EVERY))
     assert not bypasses(long_idle, evidence(0.0, 2.0), config)
+    rechecked = step(long_idle)
+    assert int(rechecked.idle_rounds) == 1 and int(step(rechecked).idle_rounds) == 0
+    assert bypasses(rechecked, evidence(0.5, 1.5 / (1.1 + HYSTERESIS / 2)), config)
     assert not bypasses(drafting, evidence(0.0, 2.0), ScheduleConfig())
 
 
