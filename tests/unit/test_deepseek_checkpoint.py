@@ -4,6 +4,8 @@ import gzip
 import json
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -17,6 +19,9 @@ from dspark_jax.checkpoint.deepseek import (
 from dspark_jax.checkpoint.quantized import DequantisingReader
 from dspark_jax.checkpoint.rules import check_stored, stored_tensors
 from dspark_jax.checkpoint.safetensors import save_tensors
+from dspark_jax.config_deepseek import deepseek_draft_from_hf
+from dspark_jax.draft.deepseek import DeepseekDraft
+from dspark_jax.types import SharedHead
 from tests.deepseek_models import deepseek_config, deepseek_hf, write_deepseek
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
@@ -97,6 +102,33 @@ def test_released_tensors_are_consumed_without_remainder(name):
         assert round(count / 1e9, 4) == 19.8459
     else:
         assert count == parameters
+
+
+@pytest.mark.parametrize("name", RELEASES)
+def test_real_sizes_trace_to_a_block_over_the_whole_window(name):
+    """Nothing is computed: shapes of the parameters, the window and a block at the real sizes."""
+    family, _, parameters, _, sizes = RELEASES[name]
+    hf = deepseek_hf(family, **SHARED_SIZES, **sizes)
+    config = deepseek_draft_from_hf(hf, num_stages=3, has_vision_bias=family == "deepseek_v41")
+    draft = DeepseekDraft(config=config)
+    params = jax.eval_shape(lambda key: draft.init(key, jnp.bfloat16), jax.random.key(0))
+    if parameters is not None:
+        assert sum(x.size for x in jax.tree.leaves(params)) == parameters
+    window = jax.eval_shape(lambda: draft.make_cache(2, 4096, jnp.bfloat16))
+    assert window.kv.shape == (3, 2, 128, 512)
+    table = jax.ShapeDtypeStruct((config.vocab_size, config.hidden_size), jnp.bfloat16)
+    ints, shared = jax.ShapeDtypeStruct((2,), jnp.int32), SharedHead(embedding=table, head=table)
+
+    def block(params, shared, window, anchor, anchor_pos) -> tuple:
+        hidden = draft.backbone(params, shared, window, anchor=anchor, anchor_pos=anchor_pos)
+        return hidden, draft.base_logits(params, shared, hidden)
+
+    hidden, logits = jax.eval_shape(block, params, shared, window, ints, ints)
+    assert (hidden.shape, hidden.dtype) == ((2, 5, config.hidden_size), jnp.bfloat16)
+    assert (logits.shape, logits.dtype) == ((2, 5, config.vocab_size), jnp.float32)
+    text = str(jax.make_jaxpr(block)(params, shared, window, ints, ints))
+    scores = f"f32[2,{config.num_attention_heads},5,133]"
+    assert scores in text
 
 
 @pytest.mark.parametrize("name", ["v41_tiny", "v4_tiny"])
