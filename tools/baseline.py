@@ -1,7 +1,7 @@
 """How close a step of the plain loop comes to streaming the target's weights once.
 
-Both are timed in this process: medians over many repeats, interleaved. The plain loop decodes one
-request from the given context on; the stream is one pass of a sum over every weight.
+Both are timed in this process: medians over many repeats, in short runs that take turns. The plain
+loop decodes one request up to the given context; the stream is one pass of a sum over all weights.
 
     python tools/baseline.py [--model NAME|DIR] [--context 512]
 """
@@ -18,6 +18,8 @@ from dspark_jax.cli import run_main, say
 from dspark_jax.engine.load import load_pair
 from dspark_jax.engine.programs import Programs
 from dspark_jax.types import SamplingParams
+
+RUN = 8  # steps, then streams, before they take turns
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,21 +46,23 @@ def main() -> None:
         temperature=np.float32(0), top_k=np.int32(0), top_p=np.float32(1), min_p=np.float32(0),
         seed=np.uint32(0),
     )  # fmt: skip
-    start = args.context - args.repeats - 3
+    start = args.context - args.repeats - RUN - 1
     state = programs.admit(
         programs.new_state(), np.int32(0), np.int32(1), np.int32(start),
-        np.int32(args.repeats + 2), sampling,
+        np.int32(args.repeats + RUN), sampling,
     )  # fmt: skip
     steps, streams = [], []
-    for _ in range(args.repeats + 1):
-        begin = time.perf_counter()
-        state, output = programs.plain[1](pair.params, state)
-        output.tokens.block_until_ready()
-        steps.append(time.perf_counter() - begin)
-        begin = time.perf_counter()
-        stream(weights).block_until_ready()
-        streams.append(time.perf_counter() - begin)
-    step, once = (1e3 * float(np.median(times[1:])) for times in (steps, streams))
+    while len(steps) < args.repeats:
+        for _ in range(RUN):
+            begin = time.perf_counter()
+            state, output = programs.plain[1](pair.params, state)
+            output.tokens.block_until_ready()
+            steps.append(time.perf_counter() - begin)
+        for _ in range(RUN):
+            begin = time.perf_counter()
+            stream(weights).block_until_ready()
+            streams.append(time.perf_counter() - begin)
+    step, once = (1e3 * float(np.median(times)) for times in (steps, streams))
     memory = programs.plain[1].memory_analysis()
     cache = sum(x.nbytes for x in jax.tree.leaves(state.target_kv)) / 1e6
     print(f"weights {weights.nbytes / 1e6:.0f} MB, context {start}..{args.context}")
