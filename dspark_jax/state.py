@@ -6,9 +6,9 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from dspark_jax.draft.dense import DenseDraft
+from dspark_jax.draft.protocol import Draft
 from dspark_jax.history import History, forget, init_history
-from dspark_jax.kv_cache import KVCache
+from dspark_jax.kv_cache import KVCache, WindowCache
 from dspark_jax.schedule import ScheduleConfig
 from dspark_jax.target.llama import LlamaTarget
 from dspark_jax.types import AcceptResult, SamplingParams
@@ -26,7 +26,7 @@ class Decoder:
     """
 
     target: LlamaTarget
-    draft: DenseDraft | None = None
+    draft: Draft | None = None
     schedule: ScheduleConfig = ScheduleConfig()
     rejection_sample_method: str = "standard"
 
@@ -51,7 +51,7 @@ class DecodeState:
     """Everything about S slots that lives on the device between rounds."""
 
     target_kv: KVCache
-    context_kv: KVCache | None  # the draft's view of the context
+    context_kv: KVCache | WindowCache | None  # the draft's view of the context
     anchor: jax.Array  # i32[S], last committed token
     anchor_pos: jax.Array  # i32[S], its position = valid rows in both caches
     round_index: jax.Array  # i32[S], rounds run by the request
