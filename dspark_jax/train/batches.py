@@ -35,7 +35,8 @@ def make_batches(config: TrainConfig, prepared: Prepared) -> Batches:
     first = config.data.validation_samples
     if prepared.store is None:
         return OnlineBatches(config, prepared, prepared.samples[first:])
-    source = _crops(config, prepared, range(first, len(prepared.samples)))
+    documents = range(first, len(prepared.samples))
+    source = _crops(config, prepared, documents, config.data.skip_repeats)
     return crop_batches(source, batch_size=config.data.batch_size, seed=config.seed)
 
 
@@ -54,11 +55,16 @@ def validation_batches(
     )
 
 
-def _crops(config: TrainConfig, prepared: Prepared, documents: range) -> CropSource:
+def _crops(
+    config: TrainConfig, prepared: Prepared, documents: range, skip_repeats: int = 0
+) -> CropSource:
     draft, store = prepared.draft.config, prepared.store
     return CropSource(
         store,
-        list_crops(store, documents, config.data.num_anchors),
+        prepared.samples,
+        list_crops(
+            prepared.samples, documents, config.data.num_anchors, skip_repeats=skip_repeats
+        ),
         window=draft.sliding_window,
         anchors=config.data.num_anchors,
         block_size=draft.block_size,

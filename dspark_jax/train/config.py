@@ -74,6 +74,8 @@ class DataConfig:
     max_length: int = 4096  # tokens
     min_loss_tokens: int = 14
     max_samples: int | None = None  # coldest answers first, else in random order
+    roles: tuple[str, ...] = ("assistant",)  # whose tokens count for the loss
+    skip_repeats: int = 0  # crops only: no anchor whose next n tokens stood earlier in its sample
     validation_samples: int = 0  # the first ones, never trained on
     batch_size: int = 1  # sequences or crops of a micro-step
     num_anchors: int = 512  # per sequence or crop
@@ -150,7 +152,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"{path} not found; expected a training config such as configs/*.py.")
+        raise FileNotFoundError(f"{path} not found; expected a config such as configs/*.py.")
     spec = importlib.util.spec_from_file_location(f"dspark_config_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

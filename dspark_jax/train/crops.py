@@ -11,40 +11,64 @@ from collections.abc import Iterator, Sequence
 import grain
 import numpy as np
 
+from dspark_jax.train.data import Sample
 from dspark_jax.train.features import FeatureStore
+
+EPOCHS = 1_000_000  # more than any run makes; Grain cannot count an endless dataset
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Crop:
-    """Anchors first..first+count-1 of one document."""
+    """Some neighbouring anchors of one document: `first` plus each of `offsets`."""
 
     document: int
     first: int
-    count: int
+    offsets: tuple[int, ...]
 
 
-def list_crops(store: FeatureStore, documents: Sequence[int], anchors: int) -> list[Crop]:
+def list_crops(
+    samples: Sequence[Sample],
+    documents: Sequence[int],
+    anchors: int,
+    *,
+    skip_repeats: int = 0,
+) -> list[Crop]:
     """Cuts the anchor positions of documents into runs.
 
     Args:
-      store: the features.
-      documents: which samples.
+      samples: all of them; a document is an index.
+      documents: which to use.
       anchors: most anchors of a crop.
+      skip_repeats: no anchor where this many tokens, from the anchor on, already stood earlier in
+        the sample (a target that loops is soon learnt by heart); 0 keeps all.
 
     Returns:
-      Crops that cover every position whose token and next token the target wrote, once.
+      Crops of neighbouring positions whose token and next token count for the loss; each position
+      once. Positions that are skipped inside a run are not anchors.
     """
     crops = []
     for d in documents:
-        mask = store.loss_mask[store.offsets[d] : store.offsets[d + 1]]
-        valid = np.flatnonzero(mask[:-1] & mask[1:])
+        mask = samples[d].loss_mask
+        valid = np.flatnonzero(mask[:-1] & mask[1:] & ~_repeats(samples[d].tokens, skip_repeats))
         at = 0
         while at < len(valid):
             run = valid[at : at + anchors]
-            inside = run < run[0] + anchors
-            crops.append(Crop(document=d, first=int(run[0]), count=int(inside.sum())))
-            at += int(inside.sum())
+            run = run[run < run[0] + anchors]
+            offsets = tuple(int(x) for x in run - run[0])
+            crops.append(Crop(document=d, first=int(run[0]), offsets=offsets))
+            at += len(run)
     return crops
+
+
+def _repeats(tokens: np.ndarray, length: int) -> np.ndarray:
+    """Positions but the last whose next `length` tokens occurred before; bool[S - 1]."""
+    repeated = np.zeros(len(tokens) - 1, bool)
+    seen = set()
+    for a in range(len(tokens) - length if length else 0):
+        gram = tokens[a : a + length].tobytes()
+        repeated[a] = gram in seen
+        seen.add(gram)
+    return repeated
 
 
 class CropSource(grain.sources.RandomAccessDataSource):
@@ -52,6 +76,7 @@ class CropSource(grain.sources.RandomAccessDataSource):
 
     Args:
       store: the features.
+      samples: their tokens and loss masks.
       crops: of `list_crops`.
       window: context rows before the first anchor.
       anchors: A, slots for anchors.
@@ -62,6 +87,7 @@ class CropSource(grain.sources.RandomAccessDataSource):
     def __init__(
         self,
         store: FeatureStore,
+        samples: Sequence[Sample],
         crops: Sequence[Crop],
         *,
         window: int,
@@ -69,7 +95,7 @@ class CropSource(grain.sources.RandomAccessDataSource):
         block_size: int,
         taps: Sequence[int],
     ):
-        self._store, self._crops = store, crops
+        self._store, self._samples, self._crops = store, samples, crops
         self._window, self._anchors = window, anchors
         self._length = window + anchors + block_size
         self._taps = list(taps)
@@ -85,6 +111,8 @@ class CropSource(grain.sources.RandomAccessDataSource):
         rows = slice(start + begin, min(start + begin + self._length, stop))
         used = rows.stop - rows.start
         width = store.hidden.shape[1]
+        sample = self._samples[crop.document]
+        own = slice(begin, begin + used)
         taps = np.asarray(store.taps[rows]).reshape(used, -1, width)[:, self._taps]
 
         def padded(values: np.ndarray, dtype: type) -> np.ndarray:
@@ -92,16 +120,17 @@ class CropSource(grain.sources.RandomAccessDataSource):
             out[:used] = values
             return out
 
-        anchors = np.arange(crop.first, crop.first + self._anchors) - begin
-        keep = np.arange(self._anchors) < crop.count
+        keep = np.arange(self._anchors) < len(crop.offsets)
+        anchors = np.zeros(self._anchors, np.int32)
+        anchors[: len(crop.offsets)] = crop.first - begin + np.array(crop.offsets)
         return {
-            "tokens": padded(store.tokens[rows], np.int32),
-            "loss_mask": padded(store.loss_mask[rows], bool),
+            "tokens": padded(sample.tokens[own], np.int32),
+            "loss_mask": padded(sample.loss_mask[own], bool),
             "positions": begin + np.arange(self._length, dtype=np.int32),
             "segments": padded(np.ones(used), np.int32),
             "context_features": padded(taps.reshape(used, -1), np.float32),
             "target_hidden": padded(store.hidden[rows], np.float32),
-            "anchors": np.where(keep, anchors, 0).astype(np.int32),
+            "anchors": anchors,
             "keep": keep,
         }
 
@@ -117,7 +146,7 @@ def crop_batches(source: CropSource, *, batch_size: int, seed: int) -> grain.Dat
     Returns:
       An iterator of dicts of stacked arrays, with `get_state` and `set_state`.
     """
-    dataset = grain.MapDataset.source(source).seed(seed).shuffle().repeat()
+    dataset = grain.MapDataset.source(source).seed(seed).shuffle().repeat(EPOCHS)
     return iter(dataset.batch(batch_size).to_iter_dataset(grain.ReadOptions(num_threads=1)))
 
 

@@ -7,7 +7,7 @@ and has no end marker) and `temperature` (of the answers).
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,13 @@ class ChatEncoder:
             **self._special,
         )
 
-    def encode(self, conversation: Mapping[str, Any], *, max_length: int) -> Sample:
+    def encode(
+        self,
+        conversation: Mapping[str, Any],
+        *,
+        max_length: int,
+        roles: Collection[str] = ("assistant",),
+    ) -> Sample:
         """Tokenises one conversation.
 
         Prompt and answer are encoded apart, as they are when the target generates, so that a
@@ -89,6 +95,8 @@ class ChatEncoder:
         Args:
           conversation: an object of the file.
           max_length: tokens kept; the rest is cut off.
+          roles: whose messages count for the loss, end marker included; "user" belongs here only
+            where the target wrote those turns as well.
 
         Returns:
           The sample.
@@ -101,15 +109,17 @@ class ChatEncoder:
         messages = conversation.get("conversations")
         if not isinstance(messages, list) or not messages:
             raise ValueError(f"{where} has no list `conversations` of messages.")
-        parts = []
-        done = ""
+        parts, done, pending = [], "", []  # text, and where in it the loss applies
         for i, message in enumerate(messages):
             if not {"role", "content"} <= set(message):
                 raise ValueError(f"{where}: message {i} lacks role or content.")
+            full = self.render(messages[: i + 1], add_generation_prompt=False)
             if message["role"] != "assistant":
+                begin = full.rfind(message["content"])
+                if message["role"] in roles and begin >= 0:
+                    pending.append((begin, len(full)))
                 continue
             head = self.render(messages[:i], add_generation_prompt=True)
-            full = self.render(messages[: i + 1], add_generation_prompt=False)
             if not head.startswith(done) or not full.startswith(head):
                 raise ValueError(
                     f"{where}: the chat template changes earlier turns at message {i}; split the "
@@ -118,15 +128,21 @@ class ChatEncoder:
             answer = full[len(head) :]
             if conversation.get("truncated") and i == len(messages) - 1:
                 answer = message["content"]
-            parts += [(head[len(done) :], False), (answer, True)]
-            done = full
-        ids = [self.tokenizer.encode(text, add_special_tokens=False).ids for text, _ in parts]
-        mask = [np.full(len(part), loss) for part, (_, loss) in zip(ids, parts, strict=True)]
-        none = [np.zeros(0, np.int32)]
+            spans = [(begin - len(done), end - len(done)) for begin, end in pending]
+            whole = [(0, len(answer))] if "assistant" in roles else []
+            parts += [(head[len(done) :], spans), (answer, whole)]
+            done, pending = full, []
+        ids, mask = [np.zeros(0, np.int32)], [np.zeros(0, bool)]
+        for text, spans in parts:
+            encoded = self.tokenizer.encode(text, add_special_tokens=False)
+            begins = np.array([begin for begin, _ in encoded.offsets], np.int64)
+            inside = [(begins >= begin) & (begins < end) for begin, end in spans]
+            ids.append(np.array(encoded.ids, np.int32))
+            mask.append(np.any(inside, axis=0) if inside else np.zeros(len(begins), bool))
         return Sample(
             id=str(conversation.get("id")),
-            tokens=np.concatenate(none + ids).astype(np.int32)[:max_length],
-            loss_mask=np.concatenate(none + mask).astype(bool)[:max_length],
+            tokens=np.concatenate(ids)[:max_length],
+            loss_mask=np.concatenate(mask)[:max_length],
             temperature=conversation.get("temperature"),
         )
 
@@ -168,7 +184,7 @@ def load_samples(
     *,
     max_length: int,
     min_loss_tokens: int = 14,
-    keep: Callable[[Mapping[str, Any]], bool] = lambda conversation: True,
+    roles: Collection[str] = ("assistant",),
 ) -> list[Sample]:
     """Reads and tokenises a file, dropping samples with too little to learn from.
 
@@ -177,7 +193,7 @@ def load_samples(
       encoder: the target's tokenizer and template.
       max_length: tokens kept of each.
       min_loss_tokens: samples with fewer assistant tokens are dropped, as DeepSpec does.
-      keep: which conversations to use.
+      roles: whose messages count for the loss.
 
     Returns:
       The samples in file order.
@@ -186,8 +202,9 @@ def load_samples(
       FileNotFoundError: no such file.
       ValueError: a line is damaged, or nothing is left.
     """
-    chosen = (c for c in read_conversations(path) if keep(c))
-    samples = [encoder.encode(c, max_length=max_length) for c in chosen]
+    samples = [
+        encoder.encode(c, max_length=max_length, roles=roles) for c in read_conversations(path)
+    ]
     samples = [s for s in samples if s.loss_mask.sum() >= min_loss_tokens]
     if not samples:
         raise ValueError(

@@ -31,7 +31,6 @@ class FeatureStore:
     Attributes:
       tap_layer_ids: layers whose output is stored.
       tokens: i32[T].
-      loss_mask: bool[T].
       offsets: i64[n + 1], first row of each sample.
       ids: the samples' ids.
       taps: f16[T, M*D].
@@ -41,7 +40,6 @@ class FeatureStore:
 
     tap_layer_ids: tuple[int, ...]
     tokens: np.ndarray
-    loss_mask: np.ndarray
     offsets: np.ndarray
     ids: tuple[str, ...]
     taps: np.ndarray
@@ -64,7 +62,7 @@ def extract_features(
       target: with the wanted `tap_layer_ids`.
       params: its parameters, layers split.
       samples: in the order to process.
-      directory: receives tokens.npy, mask.npy, offsets.npy, taps.bin, hidden.bin, meta.json.
+      directory: receives tokens.npy, offsets.npy, taps.bin, hidden.bin, meta.json.
       rows_per_batch: padded tokens of one forward.
       progress: called with one line now and then.
 
@@ -146,7 +144,6 @@ def open_features(directory: str | Path) -> FeatureStore:
     return FeatureStore(
         tap_layer_ids=tuple(meta["tap_layer_ids"]),
         tokens=np.load(directory / "tokens.npy"),
-        loss_mask=np.load(directory / "mask.npy"),
         offsets=offsets,
         ids=tuple(meta["ids"]),
         done=meta["done"],
@@ -166,7 +163,6 @@ def _start(directory: Path, meta: dict, samples: Sequence[Sample], offsets: np.n
         return old["done"]
     rows, width = int(offsets[-1]), meta["hidden_size"]
     np.save(directory / "tokens.npy", np.concatenate([s.tokens for s in samples]))
-    np.save(directory / "mask.npy", np.concatenate([s.loss_mask for s in samples]))
     np.save(directory / "offsets.npy", offsets)
     for name, columns in (("taps", len(meta["tap_layer_ids"]) * width), ("hidden", width)):
         with (directory / f"{name}.bin").open("wb") as file:

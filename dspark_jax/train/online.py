@@ -10,6 +10,7 @@ import numpy as np
 
 from dspark_jax.train.blocks import sample_anchors
 from dspark_jax.train.config import TrainConfig
+from dspark_jax.train.crops import EPOCHS
 from dspark_jax.train.data import Sample
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class OnlineBatches:
 
     def __init__(self, config: TrainConfig, prepared: "Prepared", samples: Sequence[Sample]):
         self._config, self._prepared, self._samples = config, prepared, samples
-        dataset = grain.MapDataset.range(len(samples)).seed(config.seed).shuffle().repeat()
+        dataset = grain.MapDataset.range(len(samples)).seed(config.seed).shuffle().repeat(EPOCHS)
         dataset = dataset.batch(config.data.batch_size)
         self._order = iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1)))
         self._count = 0

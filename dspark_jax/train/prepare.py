@@ -12,6 +12,7 @@ from dspark_jax.checkpoint.draft import load_draft
 from dspark_jax.checkpoint.draft_vocab import reduce_vocabulary
 from dspark_jax.checkpoint.fingerprint import TargetFingerprint, fingerprint_target
 from dspark_jax.checkpoint.target import load_target
+from dspark_jax.config import TargetConfig
 from dspark_jax.draft.dense import DenseDraft
 from dspark_jax.target.llama import LlamaTarget
 from dspark_jax.train.config import DataConfig, TrainConfig
@@ -21,6 +22,7 @@ from dspark_jax.train.step import Frozen
 from dspark_jax.train.vocabulary import frequent_tokens
 from dspark_jax.train.warm_start import (
     fit_context,
+    inverse_gram,
     logit_metric,
     start_context,
     start_markov,
@@ -83,45 +85,62 @@ def prepare(
     samples = ordered_samples(config.data, ChatEncoder(directory), seed=config.seed)
     held_out = config.data.validation_samples
     if len(samples) <= held_out:
-        raise ValueError(f"validation_samples={held_out} leaves none of {len(samples)} to train on.")
+        raise ValueError(
+            f"validation_samples={held_out} leaves none of {len(samples)} samples to train on."
+        )
     progress(f"{len(samples)} samples, {sum(len(s.tokens) for s in samples)} tokens")
     store = None
     if config.data.features_dir is not None:
         store = _features(config, target, target_params, samples, progress)
-    shared = target.shared_head(target_params)
     answers = np.concatenate([s.tokens[s.loss_mask] for s in samples[held_out:]])
-    if draft.config.draft_vocab_size is not None:
-        size = draft.config.draft_vocab_size
-        shared = reduce_vocabulary(shared, frequent_tokens(answers, target_config.vocab_size, size))
     counts = np.bincount(answers, minlength=target_config.vocab_size)
-    ids = shared.target_ids
-    row_counts = counts if ids is None else counts[np.asarray(ids)]
-    metric = logit_metric(shared, row_counts) if config.loss.hidden else None
-    params = draft.init(jax.random.key(config.seed))
+    shared = target.shared_head(target_params)
     if config.warm_start.draft is not None:
-        loaded, params, shared = load_draft(
-            config.warm_start.draft, target_config, target.shared_head(target_params)
-        )
-        if dataclasses.replace(loaded, num_target_layers=None) != dataclasses.replace(
-            draft.config, num_target_layers=None
-        ):
-            raise ValueError(
-                f"warm_start.draft={config.warm_start.draft} has another architecture than the "
-                f"config: {loaded} and {draft.config}."
+        params, shared = _continue_from(config.warm_start.draft, draft, target_config, shared)
+    else:
+        size = draft.config.draft_vocab_size
+        if size is not None:
+            ids = frequent_tokens(answers, target_config.vocab_size, size)
+            shared = reduce_vocabulary(shared, ids)
+        params = jax.jit(draft.init)(jax.random.key(config.seed))
+        if warm_start:
+            params = _warm_start(
+                config, draft, params, shared, target_params, store, samples[held_out:]
             )
-    elif warm_start:
-        params = _warm_start(config, draft, params, shared, target_params, store)
+    row_counts = counts if shared.target_ids is None else counts[np.asarray(shared.target_ids)]
+    frozen = Frozen(shared=shared)
+    if config.loss.hidden:
+        frozen = Frozen(
+            shared=shared,
+            metric=logit_metric(shared, row_counts),
+            inverse_gram=inverse_gram(shared),
+        )
     return Prepared(
         target=target,
         target_params=target_params,
         fingerprint=fingerprint_target(directory, name=config.target),
         draft=draft,
         params=params,
-        frozen=Frozen(shared=shared, metric=metric),
+        frozen=frozen,
         row_counts=row_counts,
         samples=samples,
         store=store,
     )
+
+
+def _continue_from(
+    directory: str, draft: DenseDraft, target_config: TargetConfig, shared: SharedHead
+) -> tuple[Params, SharedHead]:
+    """Weights and vocabulary of an exported draft of the config's architecture."""
+    loaded, params, shared = load_draft(directory, target_config, shared)
+    if loaded != draft.config:
+        fields = [f.name for f in dataclasses.fields(loaded)]
+        differ = [n for n in fields if getattr(loaded, n) != getattr(draft.config, n)]
+        raise ValueError(
+            f"warm_start.draft={directory} has another architecture than the config; they differ "
+            f"in {differ}."
+        )
+    return params, shared
 
 
 def ordered_samples(data: DataConfig, encoder: ChatEncoder, *, seed: int) -> list[Sample]:
@@ -140,7 +159,11 @@ def ordered_samples(data: DataConfig, encoder: ChatEncoder, *, seed: int) -> lis
       ValueError: the file is damaged or has too few samples.
     """
     samples = load_samples(
-        data.train_data, encoder, max_length=data.max_length, min_loss_tokens=data.min_loss_tokens
+        data.train_data,
+        encoder,
+        max_length=data.max_length,
+        min_loss_tokens=data.min_loss_tokens,
+        roles=data.roles,
     )
     order = np.random.default_rng(seed).permutation(len(samples))
     samples = sorted((samples[i] for i in order), key=lambda s: s.temperature or 0.0)
@@ -175,21 +198,23 @@ def _warm_start(
     shared: SharedHead,
     target_params: Params,
     store: FeatureStore | None,
+    samples: list[Sample],
 ) -> Params:
     """Token means for the Markov head, a regression for the context projection."""
     start = config.warm_start
     if not (start.markov or start.context):
         return params
     first = store.offsets[config.data.validation_samples]
-    last = store.offsets[config.data.max_samples or len(store.ids)]
-    at = np.flatnonzero(store.loss_mask[first:last])
-    tokens = store.tokens[first:last]
+    last = store.offsets[config.data.validation_samples + len(samples)]
+    at = np.flatnonzero(np.concatenate([s.loss_mask for s in samples]))
+    tokens = np.concatenate([s.tokens for s in samples])
     hidden = np.asarray(store.hidden[first:last])
     means, counts, mean = token_means(tokens[at], hidden[at], draft.config.vocab_size)
     if start.markov and draft.config.markov_rank:
         params["markov"] = start_markov(params["markov"], shared, means, counts)
     if not start.context:
         return params
+    at = at[at > 0]
     rng = np.random.default_rng(config.seed)
     some = np.sort(rng.choice(at, min(start.samples, len(at)), replace=False))
     columns = [store.tap_layer_ids.index(i) for i in draft.config.target_layer_ids]

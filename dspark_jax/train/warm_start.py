@@ -14,7 +14,8 @@ from dspark_jax.layers import rope_frequencies
 from dspark_jax.types import Params, SharedHead
 
 BIAS_NORM = 8.0  # length of the direction added to every context row; the regression's is about 13
-OUTPUT_SCALE = 2.0  # of the attention output, against embeddings of about 0.1 per entry
+SHARPNESS = 3.0  # factor on the scores, which are at most sqrt(H) without it
+OUTPUT_SCALE = 4.0  # of the attention output, against embeddings of about 0.1 per entry
 
 
 def token_means(
@@ -82,6 +83,12 @@ def logit_metric(shared: SharedHead, row_counts: np.ndarray) -> jax.Array:
     gram = gram + 1e-4 * jnp.trace(gram) / len(gram) * jnp.eye(len(gram))
     gram = gram * len(gram) / jnp.trace(gram)
     return jnp.linalg.cholesky(gram)
+
+
+def inverse_gram(shared: SharedHead) -> jax.Array:
+    """(head^T head)^-1 [D, D]: with head^T in front, the least-squares inverse of the LM head."""
+    gram = shared.head.T @ shared.head
+    return jnp.linalg.inv(gram + 1e-6 * jnp.trace(gram) / len(gram) * jnp.eye(len(gram)))
 
 
 def start_layers(
@@ -183,9 +190,9 @@ def start_context(
     """Sets the draft up to hand the regression's answer to the rows of the block.
 
     The context projection is the regression plus a constant in one direction that embeddings
-    (and, tied, LM head rows) lack. Keys read only that direction; queries read only directions
-    that tell token rows from mask rows. So after their norms they are constant and the rotary
-    embedding alone decides: the anchor's row looks one row back, mask rows at the last few rows.
+    (and, tied, LM head rows) lack. Keys read only that direction and queries one in which all
+    block rows are positive, so that after their norms both are constant and the rotary embedding
+    alone decides: every row looks at the last context row.
     Values and outputs are the identity, split over the heads, large enough to outweigh the row's
     own embedding; the constant direction also brings in the mean hidden state; MLPs start silent;
     the final norm is the target's, damped to the regression's size.
@@ -217,10 +224,8 @@ def start_context(
     token, mask, context = _row_directions(embeddings, mask_embedding, draft.rms_norm_eps)
     kinds, _ = np.linalg.qr(np.stack([token, mask], axis=1))
     inner = np.eye(width, dtype=np.float32) - kinds @ kinds.T
-    key = _pattern(draft, 0.0, range(0, 11))
-    near = _pattern(draft, 1.0, range(0, 5))
-    wide = _pattern(draft, 3.0, range(3, 11))
-    query = np.outer(token, near) + np.outer(mask, wide)
+    key = _pattern(draft, 0.0)
+    query = np.outer(token + mask, _pattern(draft, -1.0))
     noise = 0.1
     eye = jnp.eye(width)
     layers = []
@@ -235,7 +240,7 @@ def start_context(
                 "q": q,
                 "kv": jnp.stack([k, v], axis=1),
                 "o": o.reshape(heads, head_dim, width),
-                "q_norm": {"weight": jnp.full(head_dim, 1.5)},
+                "q_norm": {"weight": jnp.full(head_dim, SHARPNESS)},
                 "mlp": layer["mlp"] | {"down": jnp.zeros_like(layer["mlp"]["down"])},
             }
         )
@@ -262,17 +267,20 @@ def _row_directions(
     return token, mask, neither
 
 
-def _pattern(draft: DraftConfig, distance: float, pairs: range) -> np.ndarray:
-    """A head vector of norm sqrt(H) whose rotated scores peak at a distance in rows.
+def _pattern(draft: DraftConfig, distance: float) -> np.ndarray:
+    """A head vector of norm sqrt(H) on the rotary pairs whose frequencies suit a short look back.
 
-    Against a constant key the score is the sum over common pairs of
-    cos(frequency * (row distance - distance)).
+    The score of a query of `distance` against a key of 0, some rows before it, is the mean over
+    the pairs of cos(frequency * (rows - distance)). With -1 it falls steeply over the first rows,
+    so that the nearest row with a key gets nearly all the weight, and stays low after them.
     """
     frequencies, _ = rope_frequencies(draft.rope, draft.head_dim)
     half = draft.head_dim // 2
+    pairs = [i for i in range(half) if 0.07 < frequencies[i] < 0.5]
+    if not pairs:
+        raise ValueError("the context warm start found no rotary pair of a suitable frequency.")
     vector = np.zeros(draft.head_dim, np.float32)
     for i in pairs:
-        # a query at p against a key at p - distance: rotate the query back by that distance
         angle = -frequencies[i] * distance
         vector[i], vector[i + half] = np.cos(angle), np.sin(angle)
     return vector * np.sqrt(draft.head_dim / len(pairs))

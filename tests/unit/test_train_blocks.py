@@ -16,6 +16,7 @@ from dspark_jax.train.vocabulary import full_vocabulary
 from dspark_jax.types import SharedHead
 from tests.unit.train_toys import CONFIG, DRAFT, make_batch, random_params, random_shared
 
+
 @pytest.fixture
 def shared(rng) -> SharedHead:
     return random_shared(rng)
@@ -63,7 +64,8 @@ def test_labels_stop_with_the_assistant_span(rng):
     mask[0, 8] = False  # the user speaks at 8 and the target again from 9 on
     batch = dataclasses.replace(batch, loss_mask=jnp.asarray(mask))
     rows = block_rows(CONFIG, batch)
-    assert rows.labels[0].tolist() == [batch.tokens[0, 6:10].tolist(), batch.tokens[0, 10:14].tolist()]
+    assert rows.labels[0, 0].tolist() == batch.tokens[0, 6:10].tolist()
+    assert rows.labels[0, 1].tolist() == batch.tokens[0, 10:14].tolist()
     assert rows.previous[0, 0].tolist() == batch.tokens[0, 5:9].tolist()
     # labels 6 and 7 count; 8 does not, and so neither does 9 although the target wrote it
     assert rows.supervised[0].tolist() == [[True, True, False, False], [True] * 4]
