@@ -113,6 +113,7 @@ class TrainConfig:
     candidates: CandidateConfig | None = None
     warm_start: WarmStart = WarmStart()
     steps: int  # micro-steps of the whole run
+    data_parallel: int = 1  # devices that a micro-step's batch is split over
     seed: int = 42
     log_every: int = 10
     checkpoint_every: int = 3000
@@ -127,6 +128,11 @@ class TrainConfig:
             raise ValueError(
                 "data.features_dir trains on crops, which needs draft.sliding_window; set it, or "
                 "leave features_dir out to train on whole samples."
+            )
+        if self.data_parallel < 1 or self.data.batch_size % self.data_parallel:
+            raise ValueError(
+                f"data_parallel={self.data_parallel} must divide "
+                f"data.batch_size={self.data.batch_size}."
             )
         stored = (self.warm_start.markov, self.warm_start.context, self.draft.draft_vocab_size)
         if any(stored) and self.data.features_dir is None:

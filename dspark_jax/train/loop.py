@@ -56,8 +56,9 @@ class Trainer:
             self.directory / CHECKPOINTS, keep=config.keep_checkpoints
         )
         self._batches = make_batches(config, prepared)
+        mesh = data_mesh(config.data_parallel)
         self._step = jax.jit(
-            functools.partial(train_step, prepared.draft, config.loss, optimizer),
+            functools.partial(train_step, prepared.draft, config.loss, optimizer, mesh=mesh),
             donate_argnums=0,
         )
         self._measure = jax.jit(functools.partial(measure_step, prepared.draft, config.loss))
@@ -206,6 +207,22 @@ class Trainer:
             prepared.frozen.shared,
             prepared.fingerprint,
         )
+
+
+def data_mesh(count: int) -> jax.sharding.Mesh | None:
+    """A mesh with one axis `data` over the first `count` devices; None for one.
+
+    Raises:
+      ValueError: there are fewer devices.
+    """
+    if count == 1:
+        return None
+    if count > jax.device_count():
+        raise ValueError(
+            f"data_parallel={count}, but there are {jax.device_count()} devices; lower it."
+        )
+    auto = (jax.sharding.AxisType.Auto,)
+    return jax.make_mesh((count,), ("data",), axis_types=auto, devices=jax.devices()[:count])
 
 
 def open_run(config: TrainConfig, progress: Callable[[str], None] = print) -> Trainer:

@@ -67,6 +67,12 @@ def loss_weights(supervised: jax.Array, decay: float) -> jax.Array:
     return jnp.exp(-k / decay) * supervised
 
 
+def total_weight(weights: jax.Array, axis: str | None) -> jax.Array:
+    """Sum of the weights, over all parts of the batch where a mesh axis splits it."""
+    total = weights.sum()
+    return total if axis is None else jax.lax.psum(total, axis)
+
+
 def markov_block(
     params: Params | None, previous: jax.Array, hidden: jax.Array
 ) -> tuple[jax.Array | None, jax.Array | None]:
@@ -110,6 +116,7 @@ class _Given:
     slots: jax.Array  # i32[B, A, K], rows of target_hidden
     labels: jax.Array  # i32[B, A, K], indices into C
     weights: jax.Array  # f32[B, A, K]
+    scale: jax.Array  # f32[], one over the sum of all weights
 
 
 def vocabulary_loss(
@@ -121,6 +128,8 @@ def vocabulary_loss(
     rows: BlockRows,
     anchors: jax.Array,
     target_hidden: jax.Array,
+    *,
+    axis: str | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The weighted CE, L1 and confidence losses, and what is measured on the way.
 
@@ -133,6 +142,8 @@ def vocabulary_loss(
       rows: labels and the evaluation mask.
       anchors: i32[B, A].
       target_hidden: [B, S, D].
+      axis: mesh axis the batch is split over inside `shard_map`; the loss is then this part's
+        share of the whole batch's.
 
     Returns:
       The scalar loss, and sums over supervised rows: `ce`, `l1`, `bce` (weighted), `den` (sum of
@@ -158,6 +169,7 @@ def vocabulary_loss(
         slots=slots,
         labels=vocabulary.row_of[rows.labels],
         weights=weights,
+        scale=1.0 / (total_weight(weights, axis) + 1e-6),
     )
     sums, measured = _fused(loss, learned, given)
     return sums, measured | {"den": weights.sum()}
@@ -186,7 +198,7 @@ def _walk(loss: LossConfig, learned: _Learned, given: _Given, *, with_grad: bool
     chunk = min(loss.anchor_chunk, anchors)
     steps = -(-anchors // chunk)
     spare = steps * chunk - anchors
-    scale = 1.0 / (given.weights.sum() + 1e-6)
+    scale = given.scale
     once = given.slots.shape[1] * given.slots.shape[2] >= given.target_hidden.shape[1]
     once = once and steps == 1  # every row serves several slots: score each row once
 
@@ -320,6 +332,8 @@ def hidden_loss(
     target_hidden: jax.Array,
     weights: jax.Array,
     metric: jax.Array,
+    *,
+    axis: str | None = None,
 ) -> jax.Array:
     """Weighted squared distance to the target's last hidden states, as the LM head sees it.
 
@@ -329,6 +343,7 @@ def hidden_loss(
       target_hidden: [B, A, K, D].
       weights: f32[B, A, K].
       metric: f32[D, D]; distances are taken after multiplying by it.
+      axis: as for `vocabulary_loss`.
 
     Returns:
       The weighted mean squared length.
@@ -337,4 +352,4 @@ def hidden_loss(
         hidden + markov_hidden - target_hidden
     )
     error = jnp.einsum("bakd,de->bake", error, metric)
-    return (weights * jnp.square(error).mean(axis=-1)).sum() / (weights.sum() + 1e-6)
+    return (weights * jnp.square(error).mean(axis=-1)).sum() / (total_weight(weights, axis) + 1e-6)

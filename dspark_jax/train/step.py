@@ -124,6 +124,8 @@ def batch_loss(
     frozen: Frozen,
     batch: TrainBatch,
     vocabulary: Vocabulary | None,
+    *,
+    axis: str | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The loss of one batch and what is measured on the way.
 
@@ -134,6 +136,8 @@ def batch_loss(
       frozen: embedding, LM head, metric.
       batch: sequences, features, anchors.
       vocabulary: rows to score; None when no term needs logits.
+      axis: mesh axis the batch is split over inside `shard_map`; the loss and the sums are then
+        this part's share.
 
     Returns:
       The scalar and the sums of `vocabulary_loss`, with `hidden` where that loss is on.
@@ -151,14 +155,15 @@ def batch_loss(
             w2 = jax.lax.stop_gradient(params["markov"]["w2"])
             pulled = latent @ (frozen.inverse_gram @ (frozen.shared.head.T @ w2)).T
         want = slot_hidden(batch, config.block_size)
-        term = hidden_loss(hidden, pulled, want, weights, frozen.metric)
+        term = hidden_loss(hidden, pulled, want, weights, frozen.metric, axis=axis)
         total = total + loss.hidden * term
         measured = {"hidden": term, "den": weights.sum()}
     if vocabulary is not None:
         with jax.named_scope("train.vocabulary"):
             value, more = vocabulary_loss(
-                config, loss, params, vocabulary, hidden, rows, batch.anchors, batch.target_hidden
-            )
+                config, loss, params, vocabulary, hidden, rows, batch.anchors,
+                batch.target_hidden, axis=axis,
+            )  # fmt: skip
         total, measured = total + value, measured | more
     return total, measured | {"loss": total}
 
@@ -171,6 +176,8 @@ def train_step(
     frozen: Frozen,
     batch: TrainBatch,
     candidates: Candidates | None,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """One micro-step: gradients of the draft only, clip, AdamW.
 
@@ -182,21 +189,39 @@ def train_step(
       frozen: what stays.
       batch: sequences, features, anchors.
       candidates: a sampled vocabulary; None scores every row the draft has.
+      mesh: with an axis `data` that the batch is split over; None runs on one device.
 
     Returns:
       The new state, and the measured sums with `grad_norm`.
     """
-    vocabulary = None
-    if loss.uses_vocabulary and candidates is not None:
-        rows, log_weight = candidates.rows, candidates.log_weight
-        vocabulary = candidate_vocabulary(frozen.shared, rows, log_weight)
-    elif loss.uses_vocabulary:
-        vocabulary = full_vocabulary(frozen.shared)
+    axis = None if mesh is None else "data"
 
-    def objective(params: Params) -> tuple[jax.Array, dict]:
-        return batch_loss(draft, loss, params, frozen, batch, vocabulary)
+    def gradients(
+        params: Params, frozen: Frozen, batch: TrainBatch, candidates: Candidates | None
+    ) -> tuple[Params, dict]:
+        vocabulary = None
+        if loss.uses_vocabulary and candidates is not None:
+            rows, log_weight = candidates.rows, candidates.log_weight
+            vocabulary = candidate_vocabulary(frozen.shared, rows, log_weight)
+        elif loss.uses_vocabulary:
+            vocabulary = full_vocabulary(frozen.shared)
 
-    (_, measured), grads = jax.value_and_grad(objective, has_aux=True)(state.params)
+        def objective(params: Params) -> tuple[jax.Array, dict]:
+            return batch_loss(draft, loss, params, frozen, batch, vocabulary, axis=axis)
+
+        (_, measured), grads = jax.value_and_grad(objective, has_aux=True)(params)
+        return (grads, measured) if axis is None else jax.lax.psum((grads, measured), axis)
+
+    if mesh is not None:
+        whole, split = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data")
+        gradients = jax.shard_map(
+            gradients,
+            mesh=mesh,
+            in_specs=(whole, whole, split, whole),
+            out_specs=whole,
+            check_vma=False,  # sums are made explicit above
+        )
+    grads, measured = gradients(state.params, frozen, batch, candidates)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     squares = jax.tree.map(lambda g: jnp.square(g).sum(), grads)

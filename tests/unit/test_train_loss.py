@@ -1,6 +1,7 @@
 """Loss weights, reductions, the vocabulary in pieces, candidates, schedules, summaries."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,14 +10,18 @@ import pytest
 
 from dspark_jax.checkpoint.draft_vocab import reduce_vocabulary
 from dspark_jax.train.blocks import block_rows
-from dspark_jax.train.loss import LossConfig, loss_weights
+from dspark_jax.train.forward import train_backbone
+from dspark_jax.train.loop import data_mesh
+from dspark_jax.train.loss import LossConfig, hidden_loss, loss_weights
 from dspark_jax.train.step import (
     Frozen,
     OptimizerConfig,
+    TrainState,
     batch_loss,
     learning_rate,
     make_optimizer,
     summarize,
+    train_step,
 )
 from dspark_jax.train.vocabulary import (
     CandidateConfig,
@@ -25,6 +30,7 @@ from dspark_jax.train.vocabulary import (
     frequent_tokens,
     full_vocabulary,
 )
+from dspark_jax.train.warm_start import inverse_gram
 from tests.unit.train_toys import CONFIG, DRAFT, VOCAB, make_batch, random_params, random_shared
 
 
@@ -64,8 +70,6 @@ def test_losses_against_plain_numpy(rng):
     frozen, vocabulary = Frozen(shared=shared), full_vocabulary(shared)
     (ce, sums), _ = run(loss, params, frozen, batch, vocabulary)
     (l1, _), _ = run(dataclasses.replace(loss, ce=0.0, l1=1.0), params, frozen, batch, vocabulary)
-
-    from dspark_jax.train.forward import train_backbone
 
     rows = block_rows(CONFIG, batch)
     hidden = np.asarray(train_backbone(DRAFT, params, shared.embedding, batch, rows), np.float64)
@@ -132,12 +136,11 @@ def test_the_target_gets_no_gradient(rng):
 
 def test_the_hidden_loss_vanishes_at_the_target(rng):
     batch, params, shared = make_batch(rng), random_params(), random_shared(rng)
-    frozen = Frozen(shared=shared, metric=jnp.eye(shared.head.shape[1]))
+    metric = jnp.eye(shared.head.shape[1])
+    frozen = Frozen(shared=shared, metric=metric, inverse_gram=inverse_gram(shared))
     loss = LossConfig(ce=0, l1=0, confidence=0, hidden=1.0)
     (far, _), grads = run(loss, params, frozen, batch, None)
     assert float(far) > 0.1 and np.abs(np.asarray(grads["context_proj"])).max() > 0
-    from dspark_jax.train.loss import hidden_loss
-
     hidden = jnp.asarray(rng.normal(size=(1, 2, 4, 32)), jnp.float32)
     weights = jnp.ones((1, 2, 4))
     assert float(hidden_loss(hidden - 1, hidden * 0 + 1, hidden, weights, frozen.metric)) < 1e-10
@@ -225,3 +228,28 @@ def test_accumulated_steps_equal_one_step_with_the_mean_gradient():
 def test_settings_that_make_no_sense_are_refused(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_a_step_on_eight_devices_equals_a_step_on_one(rng):
+    lengths, anchors = ((20,),) * 8, tuple((2 + i, 5, 8, 11 + i) for i in range(8))
+    batch = make_batch(rng, lengths=lengths, anchors=anchors)
+    keep = jnp.arange(4) < jnp.arange(1, 9)[:, None]  # rows carry unlike weights
+    batch = dataclasses.replace(batch, keep=keep)
+    shared, params = random_shared(rng), random_params()
+    metric = jnp.eye(shared.head.shape[1])
+    frozen = Frozen(shared=shared, metric=metric, inverse_gram=inverse_gram(shared))
+    optimizer = make_optimizer(OptimizerConfig(), 10)
+    state = TrainState(
+        params=params, opt_state=optimizer.init(params), step=jnp.zeros((), jnp.int32)
+    )
+
+    def step(mesh):
+        part = functools.partial(train_step, DRAFT, LossConfig(hidden=0.3), optimizer, mesh=mesh)
+        return jax.jit(part)(state, frozen, batch, None)
+
+    one, sums = step(None)
+    eight, other = step(data_mesh(8))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), sums, other)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), one.params, eight.params
+    )
