@@ -14,7 +14,14 @@ import numpy as np
 
 from dspark_jax.engine.counters import Counters
 from dspark_jax.engine.programs import Programs
-from dspark_jax.engine.requests import Emission, FinishReason, Request, RequestError, Sequence
+from dspark_jax.engine.requests import (
+    Emission,
+    FinishReason,
+    PromptTooLongError,
+    Request,
+    RequestError,
+    Sequence,
+)
 from dspark_jax.state import Decoder
 from dspark_jax.tokenizer import Tokenizer
 from dspark_jax.types import PairParams, RoundOutput, SamplingParams, ScheduleTables
@@ -105,12 +112,13 @@ class Engine:
         """Raises RequestError if this engine cannot serve the request."""
         prompt = len(request.prompt_ids)
         if prompt + request.max_tokens > self.capacity:
-            raise RequestError(
-                "max_tokens" if prompt < self.capacity else "prompt",
-                request.max_tokens if prompt < self.capacity else f"{prompt} tokens",
+            expected = (
                 f"at most {self.capacity} tokens with the answer (prompt {prompt}, max_tokens "
-                f"{request.max_tokens}); shorten the prompt or lower max_tokens",
+                f"{request.max_tokens}); shorten the prompt or lower max_tokens"
             )
+            if prompt >= self.capacity:
+                raise PromptTooLongError("prompt", f"{prompt} tokens", expected)
+            raise RequestError("max_tokens", request.max_tokens, expected)
         vocab = self.decoder.target.config.vocab_size
         bad = [i for i in request.prompt_ids if not 0 <= i < vocab]
         if bad:

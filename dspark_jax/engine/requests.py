@@ -74,6 +74,10 @@ class RequestError(ValueError):
         self.field = field
 
 
+class PromptTooLongError(RequestError):
+    """The prompt alone fills a slot."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Emission:
     """What a request gained in one engine step."""

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from dspark_jax.engine.requests import Request, RequestError
+from dspark_jax.engine.requests import PromptTooLongError, Request, RequestError
 from dspark_jax.serve.driver import (
     Cancelled,
     Driver,
@@ -242,7 +242,7 @@ def _name_field(error: RequestError, body: ChatRequest | CompletionRequest) -> A
     names = {"prompt_ids": prompt, "prompt": prompt, "max_tokens": limit}
     param = names.get(error.field, error.field)
     message = param + str(error).removeprefix(error.field).replace("max_tokens", limit)
-    too_long = error.field == "prompt" and "together" in message
+    too_long = isinstance(error, PromptTooLongError)
     code = "context_length_exceeded" if too_long else "invalid_value"
     return ApiError(message, param=param, code=code)
 
