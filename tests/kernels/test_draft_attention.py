@@ -1,0 +1,160 @@
+"""Block attention over context: the reference against loops, the kernel against the reference."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.chips import BLOCK_SIZES
+from pallas_kernels.draft_attention import kernel, ops, ref
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    lens: tuple[int, ...]
+    block: int = 5
+    heads: int = 4
+    groups: int = 2
+    head_dim: int = 16
+    page_size: int = 16
+    pages: int = 3  # per request
+    window: int | None = None
+    dtype: str = "float32"
+
+
+CASES = {
+    "one_request": Case(lens=(37,)),
+    "ragged": Case(lens=(0, 1, 16, 17, 48)),
+    "no_context": Case(lens=(0, 0)),
+    "one_row_block": Case(lens=(5, 20), block=1),
+    "odd_heads": Case(lens=(9, 33), heads=9, groups=3, block=7),
+    "window_inside_page": Case(lens=(0, 3, 16, 18, 47), window=4),
+    "window_on_page_edge": Case(lens=(15, 16, 32, 33, 48), window=16),
+    "window_wider_than_context": Case(lens=(7, 48), window=1000),
+    "bfloat16": Case(lens=(0, 30, 48), dtype="bfloat16", window=20),
+}
+POISON = np.nan
+
+
+def _arrays(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Operands; rows that no request may read hold NaN, table entries past a length are absurd."""
+    requests, z = len(case.lens), case.page_size
+    total = requests * case.pages + 1
+    shuffled = rng.permutation(total)[: requests * case.pages].reshape(requests, case.pages)
+    pools = np.full((2, total, case.groups, z, case.head_dim), POISON, np.float32)
+    table = np.full((requests, case.pages), -1, np.int32)
+    for r, length in enumerate(case.lens):
+        used = -(-length // z)
+        table[r, :used] = shuffled[r, :used]
+        if used < case.pages:
+            table[r, used] = 10**6
+        for row in range(length):
+            shape = (2, case.groups, case.head_dim)
+            pools[:, shuffled[r, row // z], :, row % z] = rng.normal(size=shape)
+    own = (requests, case.block, case.groups, case.head_dim)
+    return dict(
+        q=rng.normal(size=(requests, case.block, case.heads, case.head_dim)),
+        new_k=rng.normal(size=own),
+        new_v=rng.normal(size=own),
+        k_pages=pools[0],
+        v_pages=pools[1],
+        page_table=table,
+        cache_len=np.array(case.lens, np.int32),
+    )
+
+
+def _loops(case: Case, x: dict[str, np.ndarray], scale: float) -> np.ndarray:
+    """The same in float64, row by row and head by head."""
+    out = np.zeros(x["q"].shape)
+    for r, length in enumerate(case.lens):
+        begin = 0 if case.window is None else max(0, length - case.window)
+        at = [(x["page_table"][r, c // case.page_size], c % case.page_size) for c in range(length)]
+        for n in range(case.heads):
+            g = n // (case.heads // case.groups)
+            keys = [x["k_pages"][p, g, z] for p, z in at[begin:]] + list(x["new_k"][r, :, g])
+            values = [x["v_pages"][p, g, z] for p, z in at[begin:]] + list(x["new_v"][r, :, g])
+            for k in range(case.block):
+                scores = np.array([x["q"][r, k, n] @ key for key in keys], np.float64) * scale
+                weights = np.exp(scores - scores.max())
+                out[r, k, n] = weights @ np.array(values, np.float64) / weights.sum()
+    return out
+
+
+def _cast(case: Case, x: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    kept = {"page_table", "cache_len"}
+    return {k: jnp.asarray(v, None if k in kept else case.dtype) for k, v in x.items()}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_reference_kernel_and_loops_agree(case, rng, capfd):
+    x = _cast(case, _arrays(case, rng))
+    as_numpy = {k: np.asarray(v.astype(jnp.float32) if v.ndim > 2 else v) for k, v in x.items()}
+    expected = _loops(case, as_numpy, 0.3)
+    attention = functools.partial(
+        ops.draft_attention_paged, **x, scale=0.3, window=case.window
+    )
+    tolerance = 2e-2 if case.dtype == "bfloat16" else 2e-6
+    for impl in ("ref", "interpret", "auto"):
+        out = attention(impl=impl)
+        assert out.dtype == case.dtype
+        np.testing.assert_allclose(out.astype(np.float32), expected, atol=tolerance, err_msg=impl)
+    assert "RACE DETECTED" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("capacity", [10, 40, 48])
+def test_contiguous_cache_is_pages_end_to_end(capacity, rng, monkeypatch):
+    """Layer 1, slots 1 and 2 of four; the last page may stick out of the slot's capacity."""
+    monkeypatch.setattr(
+        ops, "block_sizes", lambda: dataclasses.replace(BLOCK_SIZES["v5e"], context_rows=16)
+    )
+    lens = (capacity, 3)
+    cache = np.full((2, 2, 4, 2, capacity, 16), POISON, np.float32)  # (k, v), L, S, G, C, H
+    for r, length in enumerate(lens):
+        cache[:, 1, 1 + r, :, :length] = rng.normal(size=(2, 2, length, 16))
+    own = rng.normal(size=(2, 2, 5, 2, 16)).astype(np.float32)
+    q = rng.normal(size=(2, 5, 6, 16)).astype(np.float32)
+    case = Case(lens=lens, heads=6, page_size=capacity, pages=1, window=30)
+    as_pages = dict(
+        q=q, new_k=own[0], new_v=own[1], k_pages=cache[0, 1, 1:3], v_pages=cache[1, 1, 1:3],
+        page_table=np.array([[0], [1]]),
+    )  # fmt: skip
+    expected = _loops(case, as_pages, 0.25)
+    for impl in ("ref", "interpret"):
+        run = functools.partial(ops.draft_attention, scale=0.25, window=30, impl=impl)
+        out = jax.jit(run)(q, own[0], own[1], cache[0], cache[1], 1, 1, np.array(lens))
+        np.testing.assert_allclose(out, expected, atol=2e-6, err_msg=impl)
+
+
+def test_what_does_not_fit_is_named(rng):
+    x = _arrays(CASES["ragged"], rng)
+    run = functools.partial(ops.draft_attention_paged, scale=1.0)
+    with pytest.raises(ValueError, match=r"new_k is \(5, 4, 2, 16\)"):
+        run(**x | {"new_k": x["new_k"][:, :4]})
+    with pytest.raises(ValueError, match="3 query heads over 2 KV heads"):
+        run(**x | {"q": x["q"][:, :, :3]})
+    with pytest.raises(ValueError, match=r"page_table is \(4, 3\)"):
+        run(**x | {"page_table": x["page_table"][:4]})
+    with pytest.raises(ValueError, match="window is 0"):
+        run(**x, window=0)
+    with pytest.raises(ValueError, match="impl is 'fast'"):
+        run(**x, impl="fast")
+
+
+def test_pages_off_the_tiles_go_to_the_reference(rng):
+    case = dataclasses.replace(CASES["one_request"], page_size=12, pages=4)
+    x = _arrays(case, rng)
+    table = np.array([[4, 0, 2, 1]], np.int32)
+    stretched = {k: np.concatenate([x[k], x[k]], axis=2) for k in ("k_pages", "v_pages")}
+    args = [jnp.asarray(x[k], jnp.float32) for k in ("q", "new_k", "new_v")]
+    args += [jnp.nan_to_num(jnp.asarray(v, jnp.float32)) for v in stretched.values()]
+    static = dict(page_size=12, scale=1.0, window=None)
+    with pytest.raises(NotImplementedError, match="page_size 12"):
+        kernel.draft_attention(
+            *args, table, x["cache_len"], sizes=BLOCK_SIZES["v5e"], interpret=False, **static
+        )
+    out = ops._run(*args, table, jnp.asarray(x["cache_len"]), impl="auto", **static)
+    expected = ref.draft_attention(*args, table, x["cache_len"], **static)
+    np.testing.assert_array_equal(out, expected)
