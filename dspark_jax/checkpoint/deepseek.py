@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from dspark_jax.checkpoint.orbax_layout import OrbaxReader, open_checkpoint
 from dspark_jax.checkpoint.quantized import DequantisingReader
 from dspark_jax.checkpoint.rules import TensorRule, check_stored, load_params, reshaped, same
 from dspark_jax.checkpoint.safetensors import TensorReader
@@ -41,23 +42,27 @@ def load_deepseek_draft(
         another shape or type.
     """
     hf = read_config_json(directory)
-    reader = TensorReader(directory, strip=("model.",))
+    reader = open_checkpoint(directory, strip=("model.",))
     config = read_deepseek_config(hf, reader.names())
     rules = deepseek_rules(config)
     params = load_params(draft_reader(hf, reader, config), rules, dtype=dtype, what="draft")
     tables = {"embed.weight", "head.weight"} & reader.names()
-    table = (config.vocab_size, config.hidden_size)
-    rules = [
-        same(("embedding",), "embed.weight", table),
-        same(("head",), "head.weight", table),
-    ]
     plain = DequantisingReader(reader, block=None, names=tables)
-    shared = load_params(plain, rules, dtype=dtype, what="target")
-    return config, params, SharedHead(**shared)
+    shared = load_params(plain, shared_rules(config), dtype=dtype, what="target")
+    return config, params, SharedHead(**shared["shared"])
+
+
+def shared_rules(config: DeepseekDraftConfig) -> list[TensorRule]:
+    """Rules of the tables that the draft takes from its target: embedding and LM head."""
+    table = (config.vocab_size, config.hidden_size)
+    return [
+        same(("shared", "embedding"), "embed.weight", table),
+        same(("shared", "head"), "head.weight", table),
+    ]
 
 
 def draft_reader(
-    hf: Mapping[str, Any], reader: TensorReader, config: DeepseekDraftConfig
+    hf: Mapping[str, Any], reader: TensorReader | OrbaxReader, config: DeepseekDraftConfig
 ) -> DequantisingReader:
     """The draft's tensors, checked against its config by their headers.
 
@@ -232,12 +237,12 @@ def _expert_rules(config: DeepseekDraftConfig, i: int) -> list[TensorRule]:
         same((*ours, "bias"), stored + "gate.bias", (experts,), exact=True),
         TensorRule(
             path=(*ours, "gate_up"), names=tuple(gates), shapes=((size, width),) * len(gates),
-            pack=pack_gates, unpack=unpack_gates,
+            pack=pack_gates, unpack=unpack_gates, group=2,
         ),
         TensorRule(
             path=(*ours, "down"), names=tuple(downs), shapes=((width, size),) * experts,
             pack=lambda *x: np.stack(x).transpose(0, 2, 1),
-            unpack=lambda x: tuple(x.transpose(0, 2, 1)),
+            unpack=lambda x: tuple(x.transpose(0, 2, 1)), group=1,
         ),
         TensorRule(
             path=(*ours, "shared_gate_up"), names=shared_gates, shapes=((shared, width),) * 2,
@@ -250,7 +255,5 @@ def _expert_rules(config: DeepseekDraftConfig, i: int) -> list[TensorRule]:
         ),
     ]  # fmt: skip
     if moe.has_vision_bias:
-        rules.append(
-            same((*ours, "bias_vision"), stored + "gate.bias_vl", (experts,), exact=True)
-        )
+        rules.append(same((*ours, "bias_vision"), stored + "gate.bias_vl", (experts,), exact=True))
     return rules

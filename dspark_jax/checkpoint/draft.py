@@ -17,6 +17,7 @@ from dspark_jax.checkpoint.draft_vocab import (
     vocabulary_tensors,
 )
 from dspark_jax.checkpoint.fingerprint import FINGERPRINT_KEY, TargetFingerprint
+from dspark_jax.checkpoint.orbax_layout import open_checkpoint
 from dspark_jax.checkpoint.rules import (
     TensorRule,
     load_params,
@@ -25,7 +26,7 @@ from dspark_jax.checkpoint.rules import (
     same,
     stored_tensors,
 )
-from dspark_jax.checkpoint.safetensors import TensorReader, save_tensors
+from dspark_jax.checkpoint.safetensors import save_tensors
 from dspark_jax.config import DraftConfig, TargetConfig, read_config_json
 from dspark_jax.types import Params, SharedHead
 
@@ -61,22 +62,38 @@ def load_draft(
         type, or the draft was made for another target.
     """
     hf = read_config_json(directory)
-    reader = TensorReader(directory, strip=("module.", "model."))
+    reader = open_checkpoint(directory, strip=("module.", "model."))
     config = read_draft_config(hf, reader)
     if FINGERPRINT_KEY in hf:
         trained_for = TargetFingerprint.from_json(hf[FINGERPRINT_KEY])
         _check_fingerprint(directory, trained_for, target_config, fingerprint)
     check_target(config, target_config)
-    rules = draft_rules(config)
-    names = reader.names()
-    biasless = _CONFIDENCE + "weight" in names and _CONFIDENCE + "bias" not in names
-    if biasless:
-        rules = [rule for rule in rules if rule.path != ("confidence", "bias")]
-    buffers = tuple(name for name in names if name.endswith("rotary_emb.inv_freq"))
-    params = load_params(reader, rules, dtype=dtype, ignore=SHARED_NAMES + buffers, what="draft")
-    if biasless and config.enable_confidence_head:
-        params["confidence"]["bias"] = jnp.zeros((), dtype)
+    rules, extras, buffers = rules_and_extras(config, reader.names())
+    params = load_params(reader, rules, dtype=dtype, ignore=extras + buffers, what="draft")
+    if config.enable_confidence_head:
+        params["confidence"].setdefault("bias", jnp.zeros((), dtype))
     return config, params, share_head(reader, config, shared)
+
+
+def rules_and_extras(
+    config: DraftConfig, names: set[str]
+) -> tuple[list[TensorRule], tuple[str, ...], tuple[str, ...]]:
+    """What the tensors of a checkpoint are to a draft.
+
+    Args:
+      config: the draft's architecture.
+      names: the stored tensors.
+
+    Returns:
+      The rules of its parameters (a confidence head may have no bias); the frozen copies and
+      token maps that are there; buffers that nothing needs.
+    """
+    rules = draft_rules(config)
+    if _CONFIDENCE + "weight" in names and _CONFIDENCE + "bias" not in names:
+        rules = [rule for rule in rules if rule.path != ("confidence", "bias")]
+    extras = tuple(name for name in SHARED_NAMES if name in names)
+    buffers = tuple(sorted(name for name in names if name.endswith("rotary_emb.inv_freq")))
+    return rules, extras, buffers
 
 
 def check_target(config: DraftConfig, target: TargetConfig) -> None:

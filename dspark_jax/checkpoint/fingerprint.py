@@ -13,6 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from dspark_jax.checkpoint.orbax_layout import Manifest, is_converted
 from dspark_jax.checkpoint.rules import TensorRule, leaf_at
 from dspark_jax.checkpoint.safetensors import TensorReader
 from dspark_jax.checkpoint.target import target_rules
@@ -70,7 +71,8 @@ def fingerprint_target(directory: str | Path, *, name: str | None = None) -> Tar
     """Fingerprint of a checkpoint directory, from a small part of its files.
 
     Args:
-      directory: the target in the Hugging Face layout.
+      directory: the target in the Hugging Face layout, or converted: then what was found when it
+        was made, also where the conversion rounded the weights.
       name: what to call it; by default the directory's own name.
 
     Returns:
@@ -80,6 +82,12 @@ def fingerprint_target(directory: str | Path, *, name: str | None = None) -> Tar
       FileNotFoundError: files are missing.
       ValueError: the architecture is unknown, or a tensor is missing.
     """
+    if is_converted(directory):
+        stored = Manifest.read(Path(directory)).fingerprint
+        if stored is None:
+            raise ValueError(f"{directory} is a converted draft; expected a target.")
+        known = TargetFingerprint.from_json(stored)
+        return known if name is None else dataclasses.replace(known, name=name)
     config = TargetConfig.from_hf(read_config_json(directory))
     reader = TensorReader(directory)
     have = reader.names()

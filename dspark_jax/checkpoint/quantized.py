@@ -5,14 +5,17 @@ one scale per 32 columns of a row, FP8 embedding tables (Engram) one per 32 colu
 scale of `X.weight` is `X.scale`.
 """
 
+import ml_dtypes
 import numpy as np
 
+from dspark_jax.checkpoint.rules import TensorRule, read_parameter
 from dspark_jax.checkpoint.safetensors import FLOAT_TYPES, TensorReader
 
 FP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # e2m1 codes 0..7; bit 3 is sign
 ROW_GROUP = (1, 32)  # rows and columns that share a scale in FP4 matrices and FP8 tables
 _CODES = np.concatenate([FP4_VALUES, -FP4_VALUES])
 _SCALES = np.append(2.0 ** np.arange(-127, 128), np.nan).astype(np.float32)  # by byte
+_FP8_LARGEST = 448.0
 _PACKED_TYPES = ("I8", "U8")
 _FP8_TYPES = ("F8_E4M3",)
 _SCALE_TYPES = ("F8_E8M0", "U8")
@@ -76,6 +79,35 @@ def dequantise_fp8(values: np.ndarray, scales: np.ndarray, block: tuple[int, int
     return values.astype(np.float32) * full[:rows, :columns]
 
 
+def quantise_fp8(values: np.ndarray, block: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """A matrix in FP8, with the smallest power-of-two scale per block that loses no large value.
+
+    Args:
+      values: f32[out, in], finite.
+      block: rows and columns of a block.
+
+    Returns:
+      u8[out, in], the bits of float8_e4m3fn, and E8M0 bytes u8[ceil(out/block), ceil(in/block)].
+
+    Raises:
+      ValueError: a value is not finite.
+    """
+    if not np.isfinite(values).all():
+        raise ValueError("a matrix with infinities or NaN cannot be stored in FP8.")
+    rows, columns = values.shape
+    pad = [(0, -size % step) for size, step in zip(values.shape, block, strict=True)]
+    tiles = np.pad(values, pad)
+    tiles = tiles.reshape(tiles.shape[0] // block[0], block[0], -1, block[1])
+    largest = np.abs(tiles).max(axis=(1, 3)) / _FP8_LARGEST
+    fraction, exponent = np.frexp(largest)  # largest = fraction * 2^exponent, 0.5 <= fraction < 1
+    exponent = np.clip(exponent - (fraction == 0.5), -126, 127)
+    exponent = np.where(largest == 0, 0, exponent)
+    tiles = np.ldexp(tiles, -exponent[:, None, :, None])
+    full = tiles.reshape(tiles.shape[0] * block[0], -1)[:rows, :columns]
+    codes = full.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    return codes, (exponent + 127).astype(np.uint8)
+
+
 class DequantisingReader:
     """A `TensorReader` whose quantised tensors look like float32 ones of their true shape.
 
@@ -103,7 +135,7 @@ class DequantisingReader:
         self._reader, self._block = reader, block
         have = reader.names() if names is None else names
         self._scales = {
-            name: _scale_of(name)
+            name: scale_of(name)
             for name in have
             if name.endswith(".weight") and reader.dtype(name) not in FLOAT_TYPES
         }
@@ -145,6 +177,12 @@ class DequantisingReader:
             return dequantise_fp4(value, scales)
         return dequantise_fp8(value, scales, self._block_of(name))
 
+    def parameter(self, rule: TensorRule) -> np.ndarray:
+        """The parameter of a rule."""
+        if any(name in self._scales for name in rule.names):
+            return rule.pack(*(self.read(name) for name in rule.names))
+        return read_parameter(self._reader, rule)
+
     def _is_packed(self, name: str) -> bool:
         return name in self._scales and self._reader.dtype(name) in _PACKED_TYPES
 
@@ -173,5 +211,6 @@ class DequantisingReader:
         return [] if got == expected else [f"{scale} has shape {got}, expected {expected}"]
 
 
-def _scale_of(name: str) -> str:
+def scale_of(name: str) -> str:
+    """Name of the scale that belongs to a quantised weight."""
     return name.removesuffix("weight") + "scale"

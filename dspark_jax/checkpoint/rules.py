@@ -28,6 +28,8 @@ class TensorRule:
       pack: stored tensors -> parameter.
       unpack: parameter -> stored tensors.
       exact: the parameter is float32 whatever type the others are loaded as.
+      group: of experts, how many stored tensors make up one entry of the first axis, so that
+        `pack` takes any multiple of them; 0 when it needs them all.
     """
 
     path: Path
@@ -36,6 +38,7 @@ class TensorRule:
     pack: Callable[..., np.ndarray]
     unpack: Callable[[np.ndarray], tuple[np.ndarray, ...]]
     exact: bool = False
+    group: int = 0
 
 
 def same(path: Path, name: str, shape: tuple[int, ...], *, exact: bool = False) -> TensorRule:
@@ -78,9 +81,7 @@ def paired(path: Path, names: tuple[str, str], out: int, width: int, split: tupl
         x = x.reshape(width, 2, out)
         return x[:, 0].T, x[:, 1].T
 
-    return TensorRule(
-        path=path, names=names, shapes=((out, width),) * 2, pack=pack, unpack=unpack
-    )
+    return TensorRule(path=path, names=names, shapes=((out, width),) * 2, pack=pack, unpack=unpack)
 
 
 def check_stored(
@@ -146,10 +147,16 @@ def load_params(
     check_stored(reader, rules, ignore=ignore, what=what)
     tree = {}
     for rule in rules:
-        value = rule.pack(*(reader.read(name) for name in rule.names))
+        value = read_parameter(reader, rule)
         kept = jnp.float32 if rule.exact else dtype
         _put(tree, rule.path, jnp.asarray(np.asarray(value, dtype=kept, order="C")))
     return _tuples(tree)
+
+
+def read_parameter(reader: TensorReader, rule: TensorRule) -> np.ndarray:
+    """One parameter: packed from stored tensors, or read at once where a reader keeps it whole."""
+    whole = getattr(reader, "parameter", None)
+    return whole(rule) if whole else rule.pack(*(reader.read(name) for name in rule.names))
 
 
 def stored_tensors(

@@ -11,7 +11,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
-_BYTE_TYPES = {  # safetensors hands these to NumPy by names that NumPy does not have
+NUMPY_TYPES = {
+    **{f"F{bits}": np.dtype(f"<f{bits // 8}") for bits in (16, 32, 64)},
+    **{f"I{bits}": np.dtype(f"<i{bits // 8}") for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": np.dtype(f"<u{bits // 8}") for bits in (8, 16, 32, 64)},
+    "BOOL": np.dtype(bool),
+    "BF16": np.dtype(jnp.bfloat16),
     "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
     "F8_E5M2": np.dtype(jnp.float8_e5m2),
     "F8_E8M0": np.dtype(jnp.float8_e8m0fnu),
@@ -63,27 +68,33 @@ class TensorReader:
         file, stored, _ = self._files[name]
         return file.get_slice(stored).get_dtype()
 
+    def stored_name(self, name: str) -> str:
+        """The name in the file, prefixes included."""
+        return self._files[name][1]
+
+    def files(self) -> list[Path]:
+        """The files that hold the tensors."""
+        return sorted({path for _, _, path in self._files.values()})
+
     def read(self, name: str) -> np.ndarray:
         """One tensor as a NumPy array (bfloat16 and float8 by ml_dtypes).
 
+        The bytes are read, not mapped, so that what is no longer needed is not counted as used.
+
         Raises:
           KeyError: no such tensor.
-          ValueError: the file is damaged.
+          ValueError: of a type NumPy does not have, or the file was cut while it was open.
         """
-        file, stored, path = self._files[name]
-        if (kind := self.dtype(name)) in _BYTE_TYPES:
-            return self._read_bytes(path, stored).view(_BYTE_TYPES[kind]).reshape(self.shape(name))
-        try:
-            return file.get_tensor(stored)
-        except SafetensorError as error:
-            raise ValueError(f"{path}: cannot read {stored} ({error}).") from error
-
-    def _read_bytes(self, path: Path, stored: str) -> np.ndarray:
-        """The bytes of one tensor, u8[n]."""
+        _, stored, path = self._files[name]
+        if (kind := self.dtype(name)) not in NUMPY_TYPES:
+            raise ValueError(f"{path}: {stored} is {kind}; expected one of {sorted(NUMPY_TYPES)}.")
         if path not in self._offsets:
             self._offsets[path] = _data_offsets(path)
         begin, end = self._offsets[path][stored]
-        return np.fromfile(path, np.uint8, count=end - begin, offset=begin)
+        data = np.fromfile(path, np.uint8, count=end - begin, offset=begin)
+        if data.size != end - begin:
+            raise ValueError(f"{path} was cut while it was being read; fetch it again.")
+        return data.view(NUMPY_TYPES[kind]).reshape(self.shape(name))
 
     def read_rows(self, name: str, rows: np.ndarray) -> np.ndarray:
         """Some rows of one tensor, without reading the rest.

@@ -5,8 +5,8 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
+from dspark_jax.checkpoint.orbax_layout import open_checkpoint
 from dspark_jax.checkpoint.rules import TensorRule, load_params, paired, reshaped, same
-from dspark_jax.checkpoint.safetensors import TensorReader
 from dspark_jax.config import TargetConfig, read_config_json
 from dspark_jax.types import Params
 
@@ -51,7 +51,7 @@ def load_target(
       ValueError: the architecture is unknown or the tensors do not match the config.
     """
     config = TargetConfig.from_hf(read_config_json(directory))
-    reader = TensorReader(directory)
+    reader = open_checkpoint(directory)
     tied = ("lm_head.weight",) if config.tie_word_embeddings else ()
     buffers = tuple(n for n in reader.names() if n.endswith("rotary_emb.inv_freq"))
     rules = target_rules(config)
@@ -107,21 +107,21 @@ def _expert_rules(config: TargetConfig, i: int) -> list[TensorRule]:
     downs = [f"{mlp}experts.{e}.down_proj.weight" for e in range(experts)]
 
     def pack_gates(*stored: np.ndarray) -> np.ndarray:
-        return np.stack(stored).reshape(experts, 2, size, width).transpose(0, 3, 1, 2)
+        return np.stack(stored).reshape(-1, 2, size, width).transpose(0, 3, 1, 2)
 
     def unpack_gates(x: np.ndarray) -> tuple[np.ndarray, ...]:
-        return tuple(x.transpose(0, 2, 3, 1).reshape(experts * 2, size, width))
+        return tuple(x.transpose(0, 2, 3, 1).reshape(-1, size, width))
 
     return [
         reshaped((*ours, "router"), mlp + "gate.weight", (experts, width), (width, experts)),
         TensorRule(
             path=(*ours, "gate_up"), names=tuple(gates), shapes=((size, width),) * len(gates),
-            pack=pack_gates, unpack=unpack_gates,
+            pack=pack_gates, unpack=unpack_gates, group=2,
         ),
         TensorRule(
             path=(*ours, "down"), names=tuple(downs), shapes=((width, size),) * experts,
             pack=lambda *x: np.stack(x).transpose(0, 2, 1),
-            unpack=lambda x: tuple(x.transpose(0, 2, 1)),
+            unpack=lambda x: tuple(x.transpose(0, 2, 1)), group=1,
         ),
     ]  # fmt: skip
 

@@ -1,0 +1,445 @@
+"""Converted checkpoints: parameters as arrays in Orbax's layout, and a manifest beside them.
+
+A directory holds `config.json` and the tokenizer of the source, `dspark_checkpoint.json` (the
+manifest) and `params/`, an Orbax checkpoint (Zarr arrays, one per parameter) that
+`orbax.checkpoint` restores too, in whole or sharded. A parameter that stays quantised is two
+arrays, `codes` and `scales`, in the orientation of the stored matrices.
+
+Source: Orbax checkpoint format, `_METADATA` of PyTreeCheckpointHandler without OCDBT.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import tensorstore as ts
+
+from dspark_jax.checkpoint.quantized import dequantise_fp4, dequantise_fp8
+from dspark_jax.checkpoint.rules import Path as TreePath
+from dspark_jax.checkpoint.rules import TensorRule
+from dspark_jax.checkpoint.safetensors import NUMPY_TYPES, TensorReader
+
+MANIFEST = "dspark_checkpoint.json"
+ARRAYS = "params"
+VERSION = 1
+CHUNK_BYTES = 128 << 20  # a file of an array holds no more than this
+EXTRA = "extra"  # stored tensors that are no parameters are kept under it as they are
+_TYPE_NAMES = {dtype: name for name, dtype in NUMPY_TYPES.items()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """One parameter as it is kept.
+
+    Attributes:
+      path: where it lies in the tree.
+      names: the stored tensors it was made from.
+      form: "plain" (one array), or "fp4" or "fp8" (codes and scales).
+      shape: of the array, or of the codes.
+      dtype: of the array, in NumPy's words; codes are uint8.
+      block: rows and columns that share a scale; None for plain.
+    """
+
+    path: TreePath
+    names: tuple[str, ...]
+    form: str
+    shape: tuple[int, ...]
+    dtype: str
+    block: tuple[int, int] | None = None
+
+    def arrays(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        """Name -> shape and type of the arrays it consists of."""
+        name = ".".join(map(str, self.path))
+        if self.form == "plain":
+            return {name: (self.shape, np.dtype(self.dtype))}
+        *lead, rows, columns = self.shape
+        width = columns * (2 if self.form == "fp4" else 1)
+        grid = (-(-rows // self.block[0]), -(-width // self.block[1]))
+        byte = np.dtype(np.uint8)
+        return {f"{name}.codes": (self.shape, byte), f"{name}.scales": ((*lead, *grid), byte)}
+
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.arrays().values())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a converted directory is.
+
+    Attributes:
+      kind: "target", "dense draft" or "deepseek draft".
+      dtype: the form that was asked for, such as "bfloat16".
+      mesh: axis -> size the arrays were cut for; empty if for none.
+      tensors: stored tensor -> its type, shape and name in the source, scales included.
+      leaves: the parameters.
+      left_out: stored tensors that were not converted.
+      sha256: array -> digest of its values in C order.
+      fingerprint: of a target, as in a draft's config.json; None for drafts.
+    """
+
+    kind: str
+    dtype: str
+    mesh: dict[str, int]
+    tensors: dict[str, tuple[str, tuple[int, ...], str]]
+    leaves: tuple[Leaf, ...]
+    left_out: tuple[str, ...]
+    sha256: dict[str, str]
+    fingerprint: dict[str, Any] | None
+
+    def write(self, directory: Path) -> None:
+        """Writes the manifest and Orbax's own description of the arrays."""
+        text = json.dumps({"version": VERSION} | dataclasses.asdict(self), indent=1)
+        (directory / MANIFEST).write_text(text + "\n", encoding="utf-8")
+        names = [name for leaf in self.leaves for name in leaf.arrays()]
+        paths = {tuple(_array_path(leaf, name)) for leaf in self.leaves for name in leaf.arrays()}
+        if len(paths) != len(names):
+            raise ValueError(f"{directory}: two parameters share a name.")
+        tree = {
+            str(path): {
+                "key_metadata": [{"key": key, "key_type": 2} for key in path],
+                "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False},
+            }
+            for path in sorted(paths)
+        }
+        metadata = {
+            "tree_metadata": tree, "use_ocdbt": False, "use_zarr3": False,
+            "store_array_data_equal_to_fill_value": True, "custom_metadata": None,
+        }  # fmt: skip
+        (directory / ARRAYS / "_METADATA").write_text(json.dumps(metadata), encoding="utf-8")
+
+    @classmethod
+    def read(cls, directory: Path) -> "Manifest":
+        """Reads the manifest of a converted directory.
+
+        Raises:
+          FileNotFoundError: there is none.
+          ValueError: it is damaged or of another version.
+        """
+        path = directory / MANIFEST
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{directory} has no {MANIFEST}; expected a directory made by tools/convert.py."
+            )
+        try:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            if stored.pop("version") != VERSION:
+                raise ValueError(f"its version is not {VERSION}")
+            stored["leaves"] = tuple(_leaf(leaf) for leaf in stored["leaves"])
+            stored["left_out"] = tuple(stored["left_out"])
+            stored["tensors"] = {
+                name: (dtype, tuple(shape), original)
+                for name, (dtype, shape, original) in stored["tensors"].items()
+            }
+            return cls(**stored)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} cannot be read ({error}); convert again.") from error
+
+
+def is_converted(directory: str | Path) -> bool:
+    """Whether a directory was made by the converter."""
+    return (Path(directory) / MANIFEST).is_file()
+
+
+def open_checkpoint(
+    directory: str | Path, *, strip: tuple[str, ...] = ()
+) -> "TensorReader | OrbaxReader":
+    """The tensors of a checkpoint directory, converted or in the Hugging Face layout.
+
+    Args:
+      directory: of either kind.
+      strip: prefixes removed from stored names; a converted directory has them removed already.
+
+    Returns:
+      The reader.
+
+    Raises:
+      FileNotFoundError: no weights, or some are missing.
+      ValueError: a file is damaged.
+    """
+    return (
+        OrbaxReader(directory) if is_converted(directory) else TensorReader(directory, strip=strip)
+    )
+
+
+class OrbaxReader:
+    """The parameters of a converted directory; to what checks headers, a reader like the others.
+
+    Args:
+      directory: made by the converter.
+
+    Raises:
+      FileNotFoundError: the manifest or an array is missing.
+      ValueError: the manifest is damaged.
+    """
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
+        self.manifest = Manifest.read(self.directory)
+        self._leaves = {leaf.path: leaf for leaf in self.manifest.leaves}
+        self._of_name = {name: leaf for leaf in self.manifest.leaves for name in leaf.names}
+        arrays = [name for leaf in self.manifest.leaves for name in leaf.arrays()]
+        missing = [n for n in arrays if not (self.directory / ARRAYS / n / ".zarray").is_file()]
+        if missing:
+            raise FileNotFoundError(f"{self.directory} lacks the arrays {missing}; convert again.")
+
+    def names(self) -> set[str]:
+        """The stored tensors that were converted, scales aside."""
+        return set(self._of_name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a stored tensor, of its values if it is quantised."""
+        kind, shape, _ = self.manifest.tensors[name]
+        return (
+            (*shape[:-1], 2 * shape[-1]) if is_packed(name, kind, self.manifest.tensors) else shape
+        )
+
+    def dtype(self, name: str) -> str:
+        """The type it is kept in, in safetensors' words; F32 for what is quantised."""
+        leaf = self._of_name[name]
+        return "F32" if leaf.form != "plain" else _TYPE_NAMES[np.dtype(leaf.dtype)]
+
+    def leaf(self, path: TreePath) -> Leaf:
+        """How the parameter at a path is kept.
+
+        Raises:
+          ValueError: there is none.
+        """
+        if path not in self._leaves:
+            raise ValueError(f"{self.directory} has no parameter {'.'.join(map(str, path))}.")
+        return self._leaves[path]
+
+    def read(self, name: str) -> np.ndarray:
+        """A stored tensor that was kept as it is (parameters are read by `parameter`).
+
+        Raises:
+          ValueError: it became part of a parameter, or the array is damaged.
+        """
+        leaf = self._of_name[name]
+        if leaf.path[0] != EXTRA:
+            raise ValueError(f"{name} of {self.directory} is part of parameter {leaf.path}.")
+        return self.arrays(leaf)[0]
+
+    def read_rows(self, name: str, rows: np.ndarray) -> np.ndarray:
+        """Some rows of a stored tensor that was kept as it is, without reading the rest."""
+        (array,) = self._of_name[name].arrays()
+        store = _open(self.directory / ARRAYS / array)
+        return np.concatenate([store[int(r) : int(r) + 1].read().result() for r in rows])
+
+    def arrays(self, leaf: Leaf) -> list[np.ndarray]:
+        """The arrays of a parameter, read whole: one, or codes and scales.
+
+        Raises:
+          ValueError: they are not what was written.
+        """
+        out = []
+        for name, (shape, dtype) in leaf.arrays().items():
+            try:
+                value = np.asarray(_open(self.directory / ARRAYS / name).read().result())
+            except (ValueError, OSError) as error:
+                raise ValueError(f"{self.directory}: {name} is damaged ({error}).") from error
+            found = hashlib.sha256(_bytes(value)).hexdigest()
+            if found != self.manifest.sha256[name] or value.shape != shape or value.dtype != dtype:
+                raise ValueError(
+                    f"{self.directory}: {name} is not what was written (sha256 {found[:12]}.., "
+                    f"expected {self.manifest.sha256[name][:12]}..); convert again."
+                )
+            out.append(value)
+        return out
+
+    def parameter(self, rule: TensorRule) -> np.ndarray:
+        """The parameter of a rule, dequantised to float32 if it is kept quantised."""
+        leaf = self.leaf(rule.path)
+        if leaf.form == "plain":
+            return self.arrays(leaf)[0]
+        codes, scales = (unstack(array, len(leaf.names)) for array in self.arrays(leaf))
+        return rule.pack(*(dequantise(c, s, leaf) for c, s in zip(codes, scales, strict=True)))
+
+    def packed(self, rule: TensorRule) -> tuple[np.ndarray, np.ndarray, Leaf]:
+        """Codes and scales of a parameter that is kept quantised.
+
+        Raises:
+          ValueError: it is not.
+        """
+        leaf = self.leaf(rule.path)
+        if leaf.form == "plain":
+            name = ".".join(map(str, rule.path))
+            raise ValueError(f"{self.directory}: {name} is {leaf.dtype}, not quantised.")
+        codes, scales = self.arrays(leaf)
+        return codes, scales, leaf
+
+
+def is_packed(name: str, kind: str, tensors: Mapping[str, Any]) -> bool:
+    """Whether a stored tensor holds two FP4 codes a byte: it is of bytes and has a scale."""
+    return kind in ("I8", "U8") and f"{name.removesuffix('weight')}scale" in tensors
+
+
+def dequantise(codes: np.ndarray, scales: np.ndarray, leaf: Leaf) -> np.ndarray:
+    """The values f32[out, in] of one stored matrix of a quantised parameter."""
+    if leaf.form == "fp4":
+        return dequantise_fp4(codes, scales)
+    return dequantise_fp8(codes.view(jnp.float8_e4m3fn), scales, leaf.block)
+
+
+def stack(parts: Sequence[np.ndarray], group: int) -> np.ndarray:
+    """Stored matrices of one parameter as one array.
+
+    Args:
+      parts: [out, in] each.
+      group: of their `TensorRule`.
+
+    Returns:
+      [out, in] of a single matrix, [n, out, in] of several, [n / group, group, out, in] of experts
+      with more than one matrix.
+    """
+    if len(parts) == 1 and not group:
+        return parts[0]
+    whole = np.stack(parts)
+    return whole.reshape(-1, group, *whole.shape[1:]) if group > 1 else whole
+
+
+def unstack(array: np.ndarray, count: int) -> np.ndarray:
+    """The inverse of `stack`: [count, out, in]."""
+    return array.reshape(count, *array.shape[-2:])
+
+
+class ArrayWriter:
+    """One array being written, from its first rows to its last.
+
+    Args:
+      directory: the converted directory.
+      name: of the array.
+      shape: its shape.
+      dtype: its type.
+      chunk: of `chunk_shape`.
+      buffer: bytes collected before they are written; a chunk is never written twice.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        chunk: tuple[int, ...],
+    ):
+        self.name, self._shape, self._done = name, shape, 0
+        self._digest = hashlib.sha256()
+        metadata = {
+            "shape": list(shape), "chunks": list(chunk), "dtype": _zarr_type(dtype),
+            "compressor": None, "fill_value": None,
+        }  # fmt: skip
+        self._store = _open(directory / ARRAYS / name, metadata)
+
+    def write(self, rows: np.ndarray) -> None:
+        """Appends rows of the first axis (the whole, for a scalar).
+
+        Raises:
+          OSError: the disk is full or not writable.
+        """
+        rows = np.ascontiguousarray(rows).reshape(rows.shape)
+        end = self._done + (rows.shape[0] if rows.shape else 1)
+        place = self._store[self._done : end] if rows.shape else self._store
+        try:
+            place.write(rows).result()
+        except Exception as error:  # the storage layer reports a full disk in several types
+            raise OSError(
+                f"could not write {self.name}: {error}; free some space, or choose another disk."
+            ) from error
+        self._digest.update(_bytes(rows))
+        self._done = end
+
+    def finish(self) -> str:
+        """Hex sha256 of all rows.
+
+        Raises:
+          ValueError: rows are missing.
+        """
+        expected = self._shape[0] if self._shape else 1
+        if self._done != expected:
+            raise ValueError(f"{self.name}: {self._done} of {expected} rows were written.")
+        return self._digest.hexdigest()
+
+
+def chunk_shape(
+    shape: tuple[int, ...], itemsize: int, *, entries: int = 0, parts: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """How an array is cut into files.
+
+    Args:
+      shape: of the array.
+      itemsize: bytes of an element.
+      entries: rows of the first axis written at a time; 0 is all of them.
+      parts: along each axis, the number of devices it is spread over; () is one.
+
+    Returns:
+      Shape of a file: no device needs a part of one, and none is above `CHUNK_BYTES` unless a
+      single row is.
+    """
+    parts = tuple(parts) or (1,) * len(shape)
+    chunk = [max(1, -(-size // count)) for size, count in zip(shape, parts, strict=True)]
+    if entries and shape:
+        chunk[0] = math.gcd(chunk[0], entries)
+    while math.prod(chunk) * itemsize > CHUNK_BYTES:
+        axis = next((i for i, size in enumerate(chunk) if size > 1 and size % 2 == 0), None)
+        if axis is None:
+            axis = max(range(len(chunk)), key=chunk.__getitem__)
+            if parts[axis] > 1:  # an odd part cannot be halved without straddling devices
+                break
+        chunk[axis] = -(-chunk[axis] // 2)
+    return tuple(chunk)
+
+
+def verify(directory: str | Path, say: Callable[[str], None]) -> int:
+    """Reads every array of a converted directory and compares its checksum.
+
+    Args:
+      directory: made by the converter.
+      say: called with a line per parameter.
+
+    Returns:
+      The number of arrays.
+
+    Raises:
+      FileNotFoundError: an array is missing.
+      ValueError: one is not what was written.
+    """
+    reader = OrbaxReader(directory)
+    count = 0
+    for leaf in reader.manifest.leaves:
+        count += len(reader.arrays(leaf))
+        say(f"ok  {', '.join(leaf.arrays())}")
+    return count
+
+
+def _open(path: Path, metadata: Mapping[str, Any] | None = None) -> ts.TensorStore:
+    files = {"driver": "file", "path": f"{path}/", "file_io_sync": False}
+    spec = {"driver": "zarr", "kvstore": files}
+    if metadata is None:
+        return ts.open(spec).result()
+    return ts.open(spec | {"metadata": dict(metadata)}, create=True, delete_existing=True).result()
+
+
+def _zarr_type(dtype: np.dtype) -> str:
+    own = (jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2)
+    return dtype.name if dtype in map(np.dtype, own) else dtype.str
+
+
+def _bytes(value: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
+
+
+def _array_path(leaf: Leaf, name: str) -> Iterable[str]:
+    path = [str(part) for part in leaf.path]
+    return path if leaf.form == "plain" else [*path, name.rpartition(".")[2]]
+
+
+def _leaf(stored: Mapping[str, Any]) -> Leaf:
+    lists = {"path", "names", "shape", "block"}
+    return Leaf(**{k: tuple(v) if k in lists and v is not None else v for k, v in stored.items()})
