@@ -93,9 +93,7 @@ def test_reference_kernel_and_loops_agree(case, rng, capfd):
     x = _cast(case, _arrays(case, rng))
     as_numpy = {k: np.asarray(v.astype(jnp.float32) if v.ndim > 2 else v) for k, v in x.items()}
     expected = _loops(case, as_numpy, 0.3)
-    attention = functools.partial(
-        ops.draft_attention_paged, **x, scale=0.3, window=case.window
-    )
+    attention = functools.partial(ops.draft_attention_paged, **x, scale=0.3, window=case.window)
     tolerance = 2e-2 if case.dtype == "bfloat16" else 2e-6
     for impl in ("ref", "interpret", "auto"):
         out = attention(impl=impl)

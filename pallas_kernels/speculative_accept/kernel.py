@@ -1,0 +1,183 @@
+"""The two passes over logits that accepting a block takes, in tiles of the vocabulary.
+
+The outputs of a group of requests stay in VMEM while the tiles of its rows pass by, and are what
+the tiles are folded into. Nothing else is written.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.chips import BlockSizes, round_up
+from pallas_kernels.noise import gumbel_at, is_key
+from pallas_kernels.vocab import (
+    RowStats,
+    empty_stats,
+    fold_best,
+    fold_columns,
+    perturb,
+    scale,
+)
+
+
+def _columns(shape: tuple[int, ...], first: jax.Array, vocab: int) -> tuple[jax.Array, jax.Array]:
+    """Tokens of this step's columns, and which of them exist."""
+    local = jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+    local = local + pl.program_id(1) * shape[-1]
+    return local + first, local < vocab
+
+
+def _noise_of(refs: tuple, column: jax.Array) -> jax.Array:
+    """Noise of the columns: a tile of it, or made from the two words of the keys."""
+    if len(refs) == 1:
+        return refs[0][...]
+    return gumbel_at((refs[0][...], refs[1][...]), column)
+
+
+def _stats_body(first, logits, token, temperature, *refs, vocab: int):
+    noise, out = refs[:-5], RowStats(*refs[-5:])
+
+    @pl.when(pl.program_id(1) == 0)
+    def _start():
+        for ref, value in zip(out, empty_stats(out.top.shape), strict=True):
+            ref[...] = value
+
+    column, valid = _columns(logits.shape, first[0], vocab)
+    scaled = scale(logits[...], temperature[...])
+    perturbed = scaled
+    if noise:
+        perturbed = perturb(scaled, temperature[...], _noise_of(noise, column))
+    stats = RowStats(*(ref[...] for ref in out))
+    stats = fold_columns(stats, scaled, perturbed, column, token[...], valid)
+    for ref, value in zip(out, stats, strict=True):
+        ref[...] = value
+
+
+def row_stats(
+    logits: jax.Array,
+    token: jax.Array,
+    temperature: jax.Array,
+    first: jax.Array,
+    noise: jax.Array | None = None,
+    *,
+    sizes: BlockSizes,
+    interpret: bool | pltpu.InterpretParams,
+) -> RowStats:
+    """The kernel; arguments and result as in `ref.row_stats`."""
+    requests, width, vocab = logits.shape
+    operands = [logits, token[..., None], temperature[:, None, None]]
+    if noise is not None:
+        operands += [noise[..., :1], noise[..., 1:]] if is_key(noise) else [noise]
+    # Memory comes in tiles of 8 rows: whichever of R and W leaves fewer of them empty goes last,
+    # which is how the compiler lays such arrays out anyway.
+    rows_lead = width * round_up(requests, 8) < requests * round_up(width, 8)
+    if rows_lead:
+        operands = [jnp.swapaxes(x, 0, 1) for x in operands]
+    group, tile = min(sizes.requests, requests), min(sizes.vocab_columns, vocab)
+
+    def block(rows: int, columns: int) -> pl.BlockSpec:
+        def at(r: jax.Array, v: jax.Array, first: jax.Array) -> tuple:
+            v = v if columns == tile else 0
+            return (0, r, v) if rows_lead else (r, 0, v)
+
+        return pl.BlockSpec((rows, group, columns) if rows_lead else (group, rows, columns), at)
+
+    wide, narrow = block(width, tile), block(width, 1)
+    specs = [wide, narrow, block(1, 1)]
+    if noise is not None:
+        specs += [narrow, narrow] if is_key(noise) else [wide]
+    shape = (width, requests, 1) if rows_lead else (requests, width, 1)
+    kinds = [jnp.float32] * 4 + [jnp.int32]
+    stats = pl.pallas_call(
+        functools.partial(_stats_body, vocab=vocab),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(pl.cdiv(requests, group), pl.cdiv(vocab, tile)),
+            in_specs=specs,
+            out_specs=[narrow] * 5,
+        ),
+        out_shape=[jax.ShapeDtypeStruct(shape, kind) for kind in kinds],
+        compiler_params=_compiler_params(sizes),
+        interpret=interpret,
+        name="vocabulary_stats",
+    )(_scalar(first), *operands)
+    stats = [x[..., 0] for x in stats]
+    return RowStats(*(x.T if rows_lead else x for x in stats))
+
+
+def _residual_body(first, target, draft, log_p_sum, log_q_sum, temperature, *refs, vocab: int):
+    noise, (mass, value, token, plain_value, plain_token) = refs[:-5], refs[-5:]
+
+    @pl.when(pl.program_id(1) == 0)
+    def _start():
+        mass[...] = jnp.zeros_like(mass)
+        for ref in (value, plain_value):
+            ref[...] = jnp.full_like(ref, -jnp.inf)
+        for ref in (token, plain_token):
+            ref[...] = jnp.zeros_like(ref)
+
+    column, valid = _columns(target.shape, first[0], vocab)
+    log_p = scale(target[...], temperature[...]) - log_p_sum[...]
+    log_q = scale(draft[...], temperature[...]) - log_q_sum[...]
+    residual = jnp.maximum(jnp.exp(log_p) - jnp.exp(log_q), 0.0)
+    residual = jnp.where(valid, residual, 0.0)
+    drawn = _noise_of(noise, column)
+    mass[...] += residual.sum(axis=-1, keepdims=True)
+    folded = fold_best(value[...], token[...], jnp.log(residual) + drawn, column, valid)
+    value[...], token[...] = folded
+    plain = perturb(log_p, temperature[...], drawn)
+    folded = fold_best(plain_value[...], plain_token[...], plain, column, valid)
+    plain_value[...], plain_token[...] = folded
+
+
+def residual_stats(
+    target_row: jax.Array,
+    draft_row: jax.Array,
+    target_log_normaliser: jax.Array,
+    draft_log_normaliser: jax.Array,
+    temperature: jax.Array,
+    noise: jax.Array,
+    first: jax.Array,
+    *,
+    sizes: BlockSizes,
+    interpret: bool | pltpu.InterpretParams,
+) -> tuple[jax.Array, ...]:
+    """The kernel; arguments and result as in `ref.residual_stats`."""
+    requests, vocab = target_row.shape
+    group = min(sizes.requests, requests)
+    # A tile here is one row per request, not a block of them.
+    tile = min(4 * sizes.vocab_columns, vocab)
+    wide = pl.BlockSpec((group, tile), lambda r, v, first: (r, v))
+    small = pl.BlockSpec((group, 1), lambda r, v, first: (r, 0))
+    operands = [target_row, draft_row]
+    operands += [x[:, None] for x in (target_log_normaliser, draft_log_normaliser, temperature)]
+    operands += [noise[:, :1], noise[:, 1:]] if is_key(noise) else [noise]
+    specs = [wide, wide, small, small, small] + ([small, small] if is_key(noise) else [wide])
+    kinds = [jnp.float32, jnp.float32, jnp.int32, jnp.float32, jnp.int32]
+    stats = pl.pallas_call(
+        functools.partial(_residual_body, vocab=vocab),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(pl.cdiv(requests, group), pl.cdiv(vocab, tile)),
+            in_specs=specs,
+            out_specs=[small] * 5,
+        ),
+        out_shape=[jax.ShapeDtypeStruct((requests, 1), kind) for kind in kinds],
+        compiler_params=_compiler_params(sizes),
+        interpret=interpret,
+        name="residual_stats",
+    )(_scalar(first), *operands)
+    return tuple(x[:, 0] for x in stats)
+
+
+def _scalar(x: jax.Array | int) -> jax.Array:
+    return jnp.asarray(x, jnp.int32).reshape(1)
+
+
+def _compiler_params(sizes: BlockSizes) -> pltpu.CompilerParams:
+    return pltpu.CompilerParams(
+        dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=sizes.vmem_limit_bytes
+    )
