@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from dspark_jax.checkpoint.deepseek import EXPERT_FORMS
 from dspark_jax.checkpoint.demo import DEMO_TARGET
 from dspark_jax.engine.load import DTYPES, Pair, load_pair
 from dspark_jax.eval.compare import Comparison
@@ -31,6 +32,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", default="float32", choices=sorted(DTYPES), help="weights and caches"
     )
+    parser.add_argument(
+        "--experts", choices=EXPERT_FORMS,
+        help="how a DeepSeek draft holds its routed experts: 'packed' in FP4 or FP8 as stored, or "
+        "a type (default: --dtype)",
+    )  # fmt: skip
     _add_schedule_options(parser)
     parser.add_argument(
         "--rejection-sample-method", default="standard", choices=REJECTION_SAMPLE_METHODS,
@@ -119,7 +125,7 @@ def comparison_from(args: argparse.Namespace, **more: Any) -> Comparison:
 def pair_from(args: argparse.Namespace) -> Pair:
     """The models of `add_model_options`; settings that contradict each other are refused first."""
     schedule_from(args).check_lossless(args.rejection_sample_method)
-    return load_pair(args.model, args.draft, dtype=args.dtype)
+    return load_pair(args.model, args.draft, dtype=args.dtype, experts=args.experts)
 
 
 def say(message: str) -> None:

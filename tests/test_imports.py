@@ -13,12 +13,13 @@ SCANNED = ("dspark_jax", "pallas_kernels", "tools")
 # of the modules and packages directly inside dspark_jax; "dspark_jax" stands for its __init__.py.
 LEVELS = (
     ("pallas_kernels",),
-    ("dspark_jax", "config", "config_deepseek", "types", "sharding"),
+    ("dspark_jax", "config", "config_deepseek", "types", "sharding", "layouts", "chips"),
     (
         "layers",
         "rope",
         "attention",
         "moe",
+        "packed",
         "hyper_connections",
         "sampling",
         "kv_cache",
@@ -28,7 +29,7 @@ LEVELS = (
     ("target", "draft"),
     ("schedule", "history", "verify", "calibrate", "sps"),
     ("state", "decode", "train"),
-    ("engine", "eval", "simulate"),
+    ("engine", "eval", "simulate", "aot"),
     ("cli", "serve", "generate", "bench", "data", "__main__"),
     ("tools",),
 )

@@ -6,12 +6,15 @@ goes on behind the last complete parameter.
 """
 
 import dataclasses
+import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from dspark_jax.checkpoint.deepseek import (
     deepseek_rules,
@@ -31,13 +34,13 @@ from dspark_jax.checkpoint.orbax_layout import (
     Manifest,
     chunk_shape,
     is_converted,
-    stack,
 )
 from dspark_jax.checkpoint.quantized import (
     ROW_GROUP,
     DequantisingReader,
     quantise_fp8,
     scale_of,
+    stack,
 )
 from dspark_jax.checkpoint.rules import TensorRule, check_stored, same
 from dspark_jax.checkpoint.safetensors import FLOAT_TYPES, NUMPY_TYPES, TensorReader
@@ -45,6 +48,7 @@ from dspark_jax.checkpoint.target import target_rules
 from dspark_jax.checkpoint.workplace import Workplace, copy_side_files
 from dspark_jax.config import TARGET_ARCHITECTURES, TargetConfig, read_config_json
 from dspark_jax.config_deepseek import is_deepseek
+from dspark_jax.sharding import MeshShape, param_specs
 
 FORMS = ("as-stored", "bfloat16", "float32", "float8")
 FP8_BLOCK = (128, 128)  # of matrices that were not stored in FP8
@@ -243,8 +247,7 @@ def convert(
     *,
     form: str = "as-stored",
     only: str | None = None,
-    mesh: dict[str, int] | None = None,
-    parts_of: Callable[[Leaf], tuple[int, ...]] | None = None,
+    mesh: MeshShape | None = None,
     say: Callable[[str], None] = print,
 ) -> Manifest:
     """Converts a checkpoint.
@@ -254,8 +257,7 @@ def convert(
       destination: a directory that does not exist yet.
       form: one of `FORMS`.
       only: "draft" or "target", see `open_source`.
-      mesh: axis -> size, recorded in the manifest.
-      parts_of: the number of devices each axis of an array of a leaf is spread over.
+      mesh: arrays are cut into files that no device of it needs a part of.
       say: called with a line of progress.
 
     Returns:
@@ -264,23 +266,45 @@ def convert(
     Raises:
       FileNotFoundError: files are missing.
       FileExistsError: the destination exists, or another process is writing it.
-      ValueError: the checkpoint does not fit, see `open_source`.
+      ValueError: the checkpoint does not fit, see `open_source`, or the mesh does not divide it.
       OSError: the disk is full or not writable. What was written is kept beside the destination
         and used by the next attempt.
     """
     source = open_source(directory, only=only)
     leaves = plan_leaves(source, form)
     total = sum(leaf.nbytes() for leaf, _ in leaves)
-    settings = {"form": form, "only": only, "mesh": mesh or {}}
+    sizes = dataclasses.asdict(mesh) if mesh else {}
+    parts = {name: p for leaf, _ in leaves for name, p in _parts(leaf, sizes).items()}
+    settings = {"form": form, "only": only, "mesh": sizes}
     with Workplace(destination, source.raw.files(), settings, total, say) as work:
         work.directory.joinpath(ARRAYS).mkdir(exist_ok=True)
         for leaf, rule in leaves:
-            work.keep(leaf, lambda: _write(work.directory, source, leaf, rule, parts_of))  # noqa: B023
+            write = functools.partial(_write, work.directory, source, leaf, rule, parts)
+            work.keep(leaf.describe(), tuple(leaf.arrays()), leaf.nbytes(), write)
         copy_side_files(Path(directory), work.directory)
-        manifest = _manifest(source, [leaf for leaf, _ in leaves], form, mesh or {}, work.sha256)
+        manifest = _manifest(source, [leaf for leaf, _ in leaves], form, sizes, work.sha256)
         manifest.write(work.directory)
         work.move_into_place()
     return manifest
+
+
+def _parts(leaf: Leaf, mesh: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    """For each array of a leaf, over how many devices its axes are spread."""
+    out = {}
+    for name, (shape, _) in leaf.arrays().items():
+        node = jax.ShapeDtypeStruct(shape, np.uint8)
+        for key in reversed(name.split(".")[-2:]):
+            node = {key: node}
+        (spec,) = jax.tree.leaves(param_specs(node), is_leaf=lambda x: isinstance(x, PartitionSpec))
+        counts = [1 if axis is None else mesh.get(axis, 1) for axis in spec]
+        counts += [1] * (len(shape) - len(counts))
+        if any(size % count for size, count in zip(shape, counts, strict=True)):
+            raise ValueError(
+                f"{name} {list(shape)} does not divide over {spec} of the mesh {dict(mesh)}; "
+                "choose axes that divide these sizes."
+            )
+        out[name] = tuple(counts)
+    return out
 
 
 def _write(
@@ -288,14 +312,13 @@ def _write(
     source: Source,
     leaf: Leaf,
     rule: TensorRule,
-    parts_of: Callable[[Leaf], tuple[int, ...]] | None,
+    parts: Mapping[str, tuple[int, ...]],
 ) -> dict[str, str]:
     """Writes the arrays of a leaf; returns their digests."""
     writers = []
     for name, (shape, dtype) in leaf.arrays().items():
         entries = 1 if rule.group else 0
-        parts = parts_of(leaf) if parts_of else ()
-        chunk = chunk_shape(shape, dtype.itemsize, entries=entries, parts=parts)
+        chunk = chunk_shape(shape, dtype.itemsize, entries=entries, parts=parts[name])
         writers.append(ArrayWriter(directory, name, shape, dtype, chunk))
     for rows in pieces(source, leaf, rule):
         for writer, part in zip(writers, rows, strict=True):

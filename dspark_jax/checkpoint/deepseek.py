@@ -10,13 +10,23 @@ import numpy as np
 
 from dspark_jax.checkpoint.orbax_layout import OrbaxReader, open_checkpoint
 from dspark_jax.checkpoint.quantized import DequantisingReader
-from dspark_jax.checkpoint.rules import TensorRule, check_stored, load_params, reshaped, same
+from dspark_jax.checkpoint.rules import (
+    TensorRule,
+    check_stored,
+    load_params,
+    read_parameter,
+    reshaped,
+    same,
+)
 from dspark_jax.checkpoint.safetensors import TensorReader
-from dspark_jax.config import read_config_json
+from dspark_jax.config import TargetConfig, read_config_json
 from dspark_jax.config_deepseek import DeepseekDraftConfig, deepseek_draft_from_hf
+from dspark_jax.packed import SCALE_BYTES, PackedKernel
 from dspark_jax.types import Params, SharedHead
 
+EXPERT_FORMS = ("packed", "bfloat16", "float32")
 _STAGE = re.compile(r"mtp\.(\d+)\.")
+_COMPARED_ROWS = 64
 _ALIASES = re.compile(r"mtp\.\d+\.(embed|head)\.weight")  # the target's own, if stored again
 _MARKOV = {  # w1 and w2
     "deepseek_v41": ("markov_head.embed.weight", "markov_head.head.weight"),
@@ -25,31 +35,110 @@ _MARKOV = {  # w1 and w2
 
 
 def load_deepseek_draft(
-    directory: str | Path, *, dtype: jnp.dtype = jnp.float32
+    directory: str | Path,
+    *,
+    dtype: jnp.dtype = jnp.float32,
+    experts: str | None = None,
+    target: tuple[TargetConfig, SharedHead] | None = None,
 ) -> tuple[DeepseekDraftConfig, Params, SharedHead]:
     """Loads the draft that travels inside a DeepSeek V4 or V4.1 checkpoint.
 
     Args:
       directory: `config.json` and safetensors, single or sharded, quantised or not.
       dtype: float32 or bfloat16; what the reference keeps in float32 stays so.
+      experts: "packed" leaves the routed experts' matrices in FP4 or FP8 and dequantises each as
+        it is used; "float32" or "bfloat16" is their type; None gives them `dtype`.
+      target: the config and tables of the target it will draft for; the draft is refused unless
+        it was made for it.
 
     Returns:
       The config, the parameters of `DeepseekDraft`, and the target's embedding and LM head.
 
     Raises:
       FileNotFoundError: files are missing.
-      ValueError: the checkpoint has no DSpark draft, or tensors are missing, left over or of
-        another shape or type.
+      ValueError: the checkpoint has no DSpark draft, tensors are missing, left over or of
+        another shape or type, or it was made for another target.
     """
     hf = read_config_json(directory)
     reader = open_checkpoint(directory, strip=("model.",))
     config = read_deepseek_config(hf, reader.names())
-    rules = deepseek_rules(config)
-    params = load_params(draft_reader(hf, reader, config), rules, dtype=dtype, what="draft")
+    if target is not None:
+        _check_target(directory, config, target[0])
+    draft, rules = draft_reader(hf, reader, config), deepseek_rules(config)
+    if experts is None:
+        params = load_params(draft, rules, dtype=dtype, what="draft")
+    else:
+        params = _with_experts(draft, rules, dtype, experts)
     tables = {"embed.weight", "head.weight"} & reader.names()
     plain = DequantisingReader(reader, block=None, names=tables)
     shared = load_params(plain, shared_rules(config), dtype=dtype, what="target")
-    return config, params, SharedHead(**shared["shared"])
+    shared = SharedHead(**shared["shared"])
+    if target is not None:
+        _check_tables(directory, shared, target[1])
+    return config, params, shared
+
+
+def _check_target(directory: str | Path, config: DeepseekDraftConfig, target: TargetConfig) -> None:
+    pairs = {
+        "vocab_size": (config.vocab_size, target.vocab_size),
+        "hidden_size": (config.hidden_size, target.hidden_size),
+        "num_hidden_layers": (config.num_target_layers, target.num_hidden_layers),
+    }
+    differing = [f"{k} {a} against {b}" for k, (a, b) in pairs.items() if a != b]
+    if differing:
+        raise ValueError(
+            f"draft {directory} reads layers {list(config.target_layer_ids)} of its own "
+            f"{config.model_type} target and does not fit this {target.model_type} target: "
+            f"{', '.join(differing)}. Load the target it was trained with."
+        )
+
+
+def _check_tables(directory: str | Path, theirs: SharedHead, target: SharedHead) -> None:
+    """Compares a few rows of embedding and head with the target's."""
+    for name in ("embedding", "head"):
+        a, b = getattr(theirs, name), getattr(target, name)
+        rows = np.unique(np.linspace(0, a.shape[0] - 1, _COMPARED_ROWS).astype(np.int64))
+        got, expected = (np.asarray(x[rows]).astype(np.float32) for x in (a, b))
+        if np.abs(got - expected).max() > 2.0**-7 * np.abs(expected).max():
+            raise ValueError(
+                f"the {name} stored with draft {directory} is not that of this target; load the "
+                "target the draft was trained with."
+            )
+
+
+def _with_experts(
+    reader: DequantisingReader, rules: list[TensorRule], dtype: jnp.dtype, form: str
+) -> Params:
+    """Loads the routed experts in a form of their own."""
+    if form not in EXPERT_FORMS:
+        raise ValueError(f"experts={form!r}; expected one of {EXPERT_FORMS}.")
+    routed = [rule for rule in rules if rule.path[-2:] in (("moe", "gate_up"), ("moe", "down"))]
+    names = tuple(name for rule in routed for name in rule.names)
+    rest = [rule for rule in rules if rule not in routed]
+    params = load_params(reader, rest, dtype=dtype, ignore=names, what="draft")
+    for rule in routed:
+        _, layer, _, name = rule.path
+        value = (
+            _packed_kernel(reader, rule)
+            if form == "packed"
+            else jnp.asarray(np.asarray(read_parameter(reader, rule), jnp.dtype(form), order="C"))
+        )
+        params["layers"][layer]["moe"][name] = value
+    return params
+
+
+def _packed_kernel(reader: DequantisingReader, rule: TensorRule) -> PackedKernel:
+    codes, scales, form, block = reader.packed(rule)
+    low, high = SCALE_BYTES
+    if scales.min() < low or scales.max() > high:
+        raise ValueError(
+            f"{'.'.join(map(str, rule.path))} of {reader.directory} has scales 2^"
+            f"{int(scales.min()) - 127}..2^{int(scales.max()) - 127}, which cannot be multiplied "
+            "in float32 without loss; load the experts as float32 or bfloat16."
+        )
+    return PackedKernel(
+        codes=jnp.asarray(codes), scales=jnp.asarray(scales), form=form, block=block
+    )
 
 
 def shared_rules(config: DeepseekDraftConfig) -> list[TensorRule]:

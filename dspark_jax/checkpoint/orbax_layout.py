@@ -20,7 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 
-from dspark_jax.checkpoint.quantized import dequantise_fp4, dequantise_fp8
+from dspark_jax.checkpoint.quantized import (
+    Packed,
+    dequantise_fp4,
+    dequantise_fp8,
+    not_packed,
+    unstack,
+)
 from dspark_jax.checkpoint.rules import Path as TreePath
 from dspark_jax.checkpoint.rules import TensorRule
 from dspark_jax.checkpoint.safetensors import NUMPY_TYPES, TensorReader
@@ -30,7 +36,7 @@ ARRAYS = "params"
 VERSION = 1
 CHUNK_BYTES = 128 << 20  # a file of an array holds no more than this
 EXTRA = "extra"  # stored tensors that are no parameters are kept under it as they are
-_TYPE_NAMES = {dtype: name for name, dtype in NUMPY_TYPES.items()}
+TYPE_NAMES = {dtype: name for name, dtype in NUMPY_TYPES.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +69,11 @@ class Leaf:
         grid = (-(-rows // self.block[0]), -(-width // self.block[1]))
         byte = np.dtype(np.uint8)
         return {f"{name}.codes": (self.shape, byte), f"{name}.scales": ((*lead, *grid), byte)}
+
+    def describe(self) -> str:
+        """Name, type and shape, for people."""
+        what = self.dtype if self.form == "plain" else self.form
+        return f"{'.'.join(map(str, self.path))}  {what}{list(self.shape)}"
 
     def nbytes(self) -> int:
         """Bytes of its arrays."""
@@ -203,7 +214,7 @@ class OrbaxReader:
     def dtype(self, name: str) -> str:
         """The type it is kept in, in safetensors' words; F32 for what is quantised."""
         leaf = self._of_name[name]
-        return "F32" if leaf.form != "plain" else _TYPE_NAMES[np.dtype(leaf.dtype)]
+        return "F32" if leaf.form != "plain" else TYPE_NAMES[np.dtype(leaf.dtype)]
 
     def leaf(self, path: TreePath) -> Leaf:
         """How the parameter at a path is kept.
@@ -244,7 +255,7 @@ class OrbaxReader:
                 value = np.asarray(_open(self.directory / ARRAYS / name).read().result())
             except (ValueError, OSError) as error:
                 raise ValueError(f"{self.directory}: {name} is damaged ({error}).") from error
-            found = hashlib.sha256(_bytes(value)).hexdigest()
+            found = hashlib.sha256(raw_bytes(value)).hexdigest()
             if found != self.manifest.sha256[name] or value.shape != shape or value.dtype != dtype:
                 raise ValueError(
                     f"{self.directory}: {name} is not what was written (sha256 {found[:12]}.., "
@@ -252,6 +263,10 @@ class OrbaxReader:
                 )
             out.append(value)
         return out
+
+    def rows(self, array: str, begin: int, end: int) -> np.ndarray:
+        """Some rows of the first axis of an array, their checksum not compared."""
+        return np.asarray(_open(self.directory / ARRAYS / array)[begin:end].read().result())
 
     def parameter(self, rule: TensorRule) -> np.ndarray:
         """The parameter of a rule, dequantised to float32 if it is kept quantised."""
@@ -261,7 +276,7 @@ class OrbaxReader:
         codes, scales = (unstack(array, len(leaf.names)) for array in self.arrays(leaf))
         return rule.pack(*(dequantise(c, s, leaf) for c, s in zip(codes, scales, strict=True)))
 
-    def packed(self, rule: TensorRule) -> tuple[np.ndarray, np.ndarray, Leaf]:
+    def packed(self, rule: TensorRule) -> Packed:
         """Codes and scales of a parameter that is kept quantised.
 
         Raises:
@@ -269,10 +284,9 @@ class OrbaxReader:
         """
         leaf = self.leaf(rule.path)
         if leaf.form == "plain":
-            name = ".".join(map(str, rule.path))
-            raise ValueError(f"{self.directory}: {name} is {leaf.dtype}, not quantised.")
+            raise ValueError(not_packed(self.directory, rule, leaf.dtype))
         codes, scales = self.arrays(leaf)
-        return codes, scales, leaf
+        return codes, scales, leaf.form, leaf.block
 
 
 def is_packed(name: str, kind: str, tensors: Mapping[str, Any]) -> bool:
@@ -285,28 +299,6 @@ def dequantise(codes: np.ndarray, scales: np.ndarray, leaf: Leaf) -> np.ndarray:
     if leaf.form == "fp4":
         return dequantise_fp4(codes, scales)
     return dequantise_fp8(codes.view(jnp.float8_e4m3fn), scales, leaf.block)
-
-
-def stack(parts: Sequence[np.ndarray], group: int) -> np.ndarray:
-    """Stored matrices of one parameter as one array.
-
-    Args:
-      parts: [out, in] each.
-      group: of their `TensorRule`.
-
-    Returns:
-      [out, in] of a single matrix, [n, out, in] of several, [n / group, group, out, in] of experts
-      with more than one matrix.
-    """
-    if len(parts) == 1 and not group:
-        return parts[0]
-    whole = np.stack(parts)
-    return whole.reshape(-1, group, *whole.shape[1:]) if group > 1 else whole
-
-
-def unstack(array: np.ndarray, count: int) -> np.ndarray:
-    """The inverse of `stack`: [count, out, in]."""
-    return array.reshape(count, *array.shape[-2:])
 
 
 class ArrayWriter:
@@ -352,7 +344,7 @@ class ArrayWriter:
             raise OSError(
                 f"could not write {self.name}: {error}; free some space, or choose another disk."
             ) from error
-        self._digest.update(_bytes(rows))
+        self._digest.update(raw_bytes(rows))
         self._done = end
 
     def finish(self) -> str:
@@ -431,7 +423,8 @@ def _zarr_type(dtype: np.dtype) -> str:
     return dtype.name if dtype in map(np.dtype, own) else dtype.str
 
 
-def _bytes(value: np.ndarray) -> memoryview:
+def raw_bytes(value: np.ndarray) -> memoryview:
+    """The bytes of an array in C order."""
     return np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
 
 

@@ -5,6 +5,9 @@ one scale per 32 columns of a row, FP8 embedding tables (Engram) one per 32 colu
 scale of `X.weight` is `X.scale`.
 """
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
 
@@ -15,6 +18,8 @@ FP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # e2m1 codes 0.
 ROW_GROUP = (1, 32)  # rows and columns that share a scale in FP4 matrices and FP8 tables
 _CODES = np.concatenate([FP4_VALUES, -FP4_VALUES])
 _SCALES = np.append(2.0 ** np.arange(-127, 128), np.nan).astype(np.float32)  # by byte
+# codes, scales (bytes), "fp4" or "fp8", block
+Packed = tuple[np.ndarray, np.ndarray, str, tuple[int, int]]
 _FP8_LARGEST = 448.0
 _PACKED_TYPES = ("I8", "U8")
 _FP8_TYPES = ("F8_E4M3",)
@@ -79,6 +84,28 @@ def dequantise_fp8(values: np.ndarray, scales: np.ndarray, block: tuple[int, int
     return values.astype(np.float32) * full[:rows, :columns]
 
 
+def stack(parts: Sequence[np.ndarray], group: int) -> np.ndarray:
+    """Stored matrices of one parameter as one array.
+
+    Args:
+      parts: [out, in] each.
+      group: of their `TensorRule`.
+
+    Returns:
+      [out, in] of a single matrix, [n, out, in] of several, [n / group, group, out, in] of experts
+      with more than one matrix.
+    """
+    if len(parts) == 1 and not group:
+        return parts[0]
+    whole = np.stack(parts)
+    return whole.reshape(-1, group, *whole.shape[1:]) if group > 1 else whole
+
+
+def unstack(array: np.ndarray, count: int) -> np.ndarray:
+    """The inverse of `stack`: [count, out, in]."""
+    return array.reshape(count, *array.shape[-2:])
+
+
 def quantise_fp8(values: np.ndarray, block: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     """A matrix in FP8, with the smallest power-of-two scale per block that loses no large value.
 
@@ -106,6 +133,15 @@ def quantise_fp8(values: np.ndarray, block: tuple[int, int]) -> tuple[np.ndarray
     full = tiles.reshape(tiles.shape[0] * block[0], -1)[:rows, :columns]
     codes = full.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     return codes, (exponent + 127).astype(np.uint8)
+
+
+def not_packed(directory: Path, rule: TensorRule, kind: object) -> str:
+    """The message for a parameter that should be quantised and is not."""
+    name = ".".join(map(str, rule.path))
+    return (
+        f"{name} of {directory} is {kind}, not quantised in one way, and cannot stay packed; load "
+        "it as float32 or bfloat16."
+    )
 
 
 class DequantisingReader:
@@ -182,6 +218,28 @@ class DequantisingReader:
         if any(name in self._scales for name in rule.names):
             return rule.pack(*(self.read(name) for name in rule.names))
         return read_parameter(self._reader, rule)
+
+    def packed(self, rule: TensorRule) -> Packed:
+        """Codes and scales of a parameter whose tensors are all quantised in one way.
+
+        Raises:
+          ValueError: they are not.
+        """
+        whole = getattr(self._reader, "packed", None)
+        if whole:
+            return whole(rule)
+        forms = {
+            ("fp4" if self._is_packed(name) else "fp8", self._block_of(name))
+            if name in self._scales
+            else self._reader.dtype(name)
+            for name in rule.names
+        }
+        form = forms.pop()
+        if forms or isinstance(form, str):
+            raise ValueError(not_packed(self.directory, rule, form))
+        codes = [self._reader.read(name).view(np.uint8) for name in rule.names]
+        scales = [self._reader.read(self._scales[n]).view(np.uint8) for n in rule.names]
+        return stack(codes, rule.group), stack(scales, rule.group), *form
 
     def _is_packed(self, name: str) -> bool:
         return name in self._scales and self._reader.dtype(name) in _PACKED_TYPES

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from dspark_jax.checkpoint.orbax_layout import Leaf
+from dspark_jax.checkpoint.orbax_layout import MANIFEST
 
 _PROGRESS = "progress.json"
 _SIDE_FILES = (".json", ".jinja", ".txt", ".model", ".md")
@@ -62,7 +62,7 @@ class Workplace:
         if progress.get("key") == self._key:
             self.sha256 = progress["sha256"]
             self.resumed = len(self.sha256)
-            self._say(f"going on in {self.directory}, {self.resumed} arrays are there already")
+            self._say(f"going on in {self.directory}: {self.resumed} parts are there already")
         elif self.directory.exists():
             self._say(f"starting over: {self.directory} was of other files or settings")
             shutil.rmtree(self.directory)
@@ -75,26 +75,25 @@ class Workplace:
         self._lock_path().unlink(missing_ok=True)
         self._lock.close()
 
-    def keep(self, leaf: Leaf, write: Callable[[], dict[str, str]]) -> None:
+    def keep(
+        self, what: str, names: Sequence[str], nbytes: int, write: Callable[[], dict[str, str]]
+    ) -> None:
         """Writes one part, unless an earlier attempt did.
 
         Args:
-          leaf: what it is.
-          write: writes it and returns the digests of its arrays.
+          what: describes it in the line of progress.
+          names: of the arrays or files it consists of.
+          nbytes: their size together.
+          write: writes them and returns the digest of each.
         """
-        names = leaf.arrays()
         if not all(name in self.sha256 for name in names):
             self.sha256 |= write()
             self._write_progress()
-            self._new += leaf.nbytes()
-        self._done += leaf.nbytes()
+            self._new += nbytes
+        self._done += nbytes
         rate = self._new / max(time.monotonic() - self._started, 1e-3) / 1e6
         share = 100 * self._done / max(self._total, 1)
-        what = leaf.dtype if leaf.form == "plain" else leaf.form
-        self._say(
-            f"{share:5.1f} %  {rate:6.0f} MB/s  {'.'.join(map(str, leaf.path))}  {what}"
-            f"{list(leaf.shape)}"
-        )
+        self._say(f"{share:5.1f} %  {rate:6.0f} MB/s  {what}")
 
     def move_into_place(self) -> None:
         """Gives the complete directory its name."""
@@ -141,7 +140,7 @@ class Workplace:
 
 
 def copy_side_files(source: Path, destination: Path) -> None:
-    """Copies config, tokenizer and texts, but no weights and no index of weights.
+    """Copies config, tokenizer and texts, but no weights and nothing that lists them.
 
     Args:
       source: a checkpoint directory.
@@ -149,5 +148,6 @@ def copy_side_files(source: Path, destination: Path) -> None:
     """
     for path in sorted(source.iterdir()):
         known = path.suffix in _SIDE_FILES or path.name.startswith("LICENSE")
-        if path.is_file() and known and not path.name.endswith(".safetensors.index.json"):
+        skipped = path.name == MANIFEST or path.name.endswith(".safetensors.index.json")
+        if path.is_file() and known and not skipped:
             shutil.copyfile(path, destination / path.name)

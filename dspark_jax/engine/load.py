@@ -7,17 +7,21 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from dspark_jax.checkpoint.deepseek import load_deepseek_draft
 from dspark_jax.checkpoint.demo import cache_dir, resolve_model
 from dspark_jax.checkpoint.draft import load_draft
 from dspark_jax.checkpoint.fingerprint import fingerprint_target
 from dspark_jax.checkpoint.target import load_target
-from dspark_jax.config import DraftConfig, TargetConfig
+from dspark_jax.config import DraftConfig, TargetConfig, read_config_json
+from dspark_jax.config_deepseek import is_deepseek
+from dspark_jax.draft.deepseek import DeepseekDraft
 from dspark_jax.draft.dense import DenseDraft
+from dspark_jax.draft.protocol import Draft
 from dspark_jax.schedule import ScheduleConfig
 from dspark_jax.state import Decoder
 from dspark_jax.target.llama import LlamaTarget, stack_layers
 from dspark_jax.tokenizer import Tokenizer
-from dspark_jax.types import PairParams
+from dspark_jax.types import PairParams, Params, SharedHead
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 DEMO_DRAFT = Path(__file__).parent.parent / "pretrained" / "smollm2_dspark"
@@ -30,7 +34,7 @@ class Pair:
     name: str
     directory: Path
     target: LlamaTarget
-    draft: DenseDraft | None
+    draft: Draft | None
     params: PairParams
     tokenizer: Tokenizer
     stop_ids: tuple[int, ...]
@@ -64,14 +68,18 @@ def use_compilation_cache() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-def load_pair(model: str, draft: str, *, dtype: str = "float32") -> Pair:
+def load_pair(
+    model: str, draft: str, *, dtype: str = "float32", experts: str | None = None
+) -> Pair:
     """Loads a target and a draft.
 
     Args:
-      model: name of a known target, or a directory in the Hugging Face layout.
-      draft: a directory; "none"; "random" for untrained weights (the text is still the
-        target's); "auto" for the draft shipped for this model, if there is one.
+      model: name of a known target, or a directory in the Hugging Face layout or converted.
+      draft: a directory of either kind; "none"; "random" for untrained weights (the text is still
+        the target's); "auto" for the draft shipped for this model, if there is one.
       dtype: "float32" or "bfloat16", of weights and caches.
+      experts: how a DeepSeek draft holds its routed experts: "packed" (FP4 or FP8, as stored),
+        "float32" or "bfloat16"; None is `dtype`.
 
     Compiled programs are kept on disk from here on (see `use_compilation_cache`).
 
@@ -91,29 +99,55 @@ def load_pair(model: str, draft: str, *, dtype: str = "float32") -> Pair:
         params = stack_layers(params)
     tokenizer = Tokenizer(directory)
     shared = LlamaTarget(config=config).shared_head(params)
-    draft_config, draft_params = None, None
+    model_of_draft, draft_params, path = None, None, None
     if draft == "random":
-        draft_config = random_draft_config(config)
-        draft_params = DenseDraft(config=draft_config).init(jax.random.key(0), DTYPES[dtype])
+        model_of_draft = DenseDraft(config=random_draft_config(config))
+        draft_params = model_of_draft.init(jax.random.key(0), DTYPES[dtype])
     elif (path := _draft_path(draft, directory)) is not None:
-        draft_config, draft_params, shared = load_draft(
-            path, config, shared, dtype=DTYPES[dtype],
-            fingerprint=fingerprint_target(directory, name=directory.name),
-        )  # fmt: skip
-    taps = draft_config.target_layer_ids if draft_config else ()
+        model_of_draft, draft_params, shared = _load_draft(
+            path, directory, config, shared, dtype=DTYPES[dtype], experts=experts
+        )
+    if experts is not None and not isinstance(model_of_draft, DeepseekDraft):
+        raise ValueError(
+            f"experts={experts!r} is about the routed experts of a DeepSeek draft, but the draft "
+            f"is {draft!r}; leave it out."
+        )
+    taps = model_of_draft.config.target_layer_ids if model_of_draft else ()
     ids = {*config.eos_token_ids, tokenizer.eos_token_id} - {None}
     return Pair(
         name=directory.name,
         directory=directory,
         target=LlamaTarget(config=config, tap_layer_ids=taps),
-        draft=DenseDraft(config=draft_config) if draft_config else None,
+        draft=model_of_draft,
         params=PairParams(
-            target=params, draft=draft_params, shared=shared if draft_config else None
+            target=params, draft=draft_params, shared=shared if model_of_draft else None
         ),
         tokenizer=tokenizer,
         stop_ids=tuple(sorted(ids)),
         dtype=DTYPES[dtype],
     )
+
+
+def _load_draft(
+    path: Path,
+    target_directory: Path,
+    target: TargetConfig,
+    shared: SharedHead,
+    *,
+    dtype: jnp.dtype,
+    experts: str | None,
+) -> tuple[Draft, Params, SharedHead]:
+    """A draft of either kind for a target, and the head to use with it."""
+    if is_deepseek(read_config_json(path)):
+        config, params, _ = load_deepseek_draft(
+            path, dtype=dtype, experts=experts, target=(target, shared)
+        )
+        return DeepseekDraft(config=config), params, shared
+    config, params, shared = load_draft(
+        path, target, shared, dtype=dtype,
+        fingerprint=fingerprint_target(target_directory, name=target_directory.name),
+    )  # fmt: skip
+    return DenseDraft(config=config), params, shared
 
 
 def random_draft_config(target: TargetConfig) -> DraftConfig:

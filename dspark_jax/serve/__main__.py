@@ -56,6 +56,10 @@ def parser() -> argparse.ArgumentParser:
         "that is less",
     )  # fmt: skip
     add("--dtype", default="float32", choices=DTYPES, help="weights and caches")
+    add(
+        "--experts", choices=("packed", "bfloat16", "float32"),
+        help="how a DeepSeek draft holds its routed experts; 'packed' is FP4 or FP8 as stored",
+    )  # fmt: skip
     _add_schedule_options(add)
     add(
         "--rejection-sample-method", default="standard", choices=REJECTION_SAMPLE_METHODS,

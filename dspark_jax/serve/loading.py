@@ -22,6 +22,7 @@ class LoadOptions:
     slots: int = 4
     max_model_len: int | None = None
     dtype: str = "float32"
+    experts: str | None = None
     policy: str = "full"
     confidence_threshold: float = 0.0
     threshold_kind: str = "per_position"
@@ -55,7 +56,7 @@ def load_served(options: LoadOptions, progress: Callable[[str], None]) -> Served
     schedule = ScheduleConfig(**{name: getattr(options, name) for name in names})
     schedule.check_lossless(options.rejection_sample_method)
     progress(f"loading {options.model}")
-    pair = load_pair(options.model, options.draft, dtype=options.dtype)
+    pair = load_pair(options.model, options.draft, dtype=options.dtype, experts=options.experts)
     longest = pair.target.config.max_position_embeddings
     capacity = options.max_model_len or min(DEFAULT_MAX_MODEL_LEN, longest)
     if capacity > longest:
