@@ -81,6 +81,11 @@ class Side:
         return 1e3 * self.engine.counters.round_s / self.engine.counters.rounds
 
 
+def machine() -> str:
+    """Architecture, backend and cores, to be kept with every figure."""
+    return f"{platform.machine()} {jax.default_backend()}, {os.cpu_count()} cores"
+
+
 def read_prompts(path: str | Path, limit: int | None = None) -> list[str]:
     """First turns of a prompt file.
 
@@ -254,7 +259,7 @@ class Contest:
             "round_ms": self.drafted.round_ms,
             "plain_round_ms": self.plain.round_ms,
             "prefill_s": counters.prefill_s,
-            "machine": f"{platform.machine()} {jax.default_backend()}, {os.cpu_count()} cores",
+            "machine": machine(),
             "versions": {"dspark_jax": __version__, "jax": jax.__version__},
         }
 

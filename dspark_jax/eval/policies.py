@@ -1,0 +1,252 @@
+"""Scheduling policies side by side: the same prompts, a steady load, one process, in turns.
+
+Every contender starts from a copy of the same prefilled slots and decodes until so many tokens
+have come out. Turns are short, so that a slow spell of the machine hits all of them. End marks are
+ignored: a request that ended early would change the load.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dspark_jax.decode import decode_round, plain_step, prefill
+from dspark_jax.engine.load import Pair
+from dspark_jax.engine.programs import row_buckets, schedule_table_shapes
+from dspark_jax.engine.requests import Request
+from dspark_jax.schedule import ScheduleConfig
+from dspark_jax.sps import SpsTable
+from dspark_jax.state import DecodeState, admit, init_state
+from dspark_jax.types import RoundOutput, SamplingParams, ScheduleTables
+
+TURN = 4  # rounds of a contender before the next one's turn
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Contender:
+    """One way to decode.
+
+    Attributes:
+      name: for the table.
+      schedule: None decodes plainly.
+      rejection_sample_method: of its verification.
+    """
+
+    name: str
+    schedule: ScheduleConfig | None
+    rejection_sample_method: str = "standard"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a contender did.
+
+    Attributes:
+      name: of the contender.
+      tokens: emitted by all requests together.
+      rounds: run.
+      seconds: of those rounds, host included.
+      rows: flat rows that the target computed.
+      bypassed: rounds without drafts.
+    """
+
+    name: str
+    tokens: int
+    rounds: int
+    seconds: float
+    rows: int
+    bypassed: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all requests together."""
+        return self.tokens / self.seconds
+
+
+def contenders(num_drafts: int, *, threshold: float, min_predicted_gain: float) -> list[Contender]:
+    """No drafts, every fixed length, and every policy as it would be served.
+
+    Args:
+      num_drafts: K.
+      threshold: of the policy `threshold`, on the survival.
+      min_predicted_gain: of the policies that read speeds.
+
+    Returns:
+      "none", "fixed 1" .. "fixed K-1", "full", and the policies.
+    """
+    fixed = [
+        Contender(name=f"fixed {k}", schedule=ScheduleConfig(max_verify_len=k))
+        for k in range(1, num_drafts)
+    ]
+    by_speed = [
+        Contender(
+            name=policy,
+            schedule=ScheduleConfig(policy=policy, min_predicted_gain=min_predicted_gain),
+            rejection_sample_method="coupled" if policy == "global" else "standard",
+        )
+        for policy in ("early_stop", "lagged", "presampled", "global")
+    ]
+    return [
+        Contender(name="none", schedule=None),
+        *fixed,
+        Contender(name="full", schedule=ScheduleConfig()),
+        Contender(
+            name="threshold",
+            schedule=ScheduleConfig(
+                policy="threshold", confidence_threshold=threshold, threshold_kind="cumulative"
+            ),
+        ),
+        *by_speed,
+    ]
+
+
+class Lane:
+    """A contender with its compiled round and its own slots.
+
+    Args:
+      contender: how to decode.
+      pair: the models.
+      state: prefilled slots; copied.
+      rows: R, all slots.
+      tables: what rounds are scheduled by.
+    """
+
+    def __init__(
+        self,
+        contender: Contender,
+        pair: Pair,
+        state: DecodeState,
+        rows: int,
+        tables: ScheduleTables,
+    ):
+        self.contender = contender
+        shapes = jax.tree.map(_shape, (pair.params, state))
+        if contender.schedule is None:
+            step = functools.partial(plain_step, pair.decoder(), rows=rows)
+            self._inputs = ()
+        else:
+            schedule = contender.schedule
+            longest = schedule.max_verify_len or pair.draft.config.num_drafts
+            buckets = row_buckets(rows, longest, adaptive=schedule.policy != "full")
+            decoder = pair.decoder(schedule, contender.rejection_sample_method)
+            step = functools.partial(decode_round, decoder, rows=rows, buckets=buckets)
+            self._inputs = (tables,)
+            shapes = (*shapes, schedule_table_shapes(rows, decoder.num_drafts))
+        self._step = jax.jit(step, donate_argnums=1).lower(*shapes).compile()
+        self._params = pair.params
+        self._state = jax.tree.map(jnp.copy, state)
+        self.tokens = self.rounds = self.rows = self.bypassed = 0
+        self.seconds = 0.0
+
+    def warm_up(self) -> None:
+        """One round that does not count."""
+        self._run()
+
+    def turn(self, until: int) -> None:
+        """Some rounds, as long as there are fewer than `until` tokens."""
+        begin = time.perf_counter()
+        for _ in range(TURN):
+            if self.tokens < until:
+                output = self._run()
+                self.tokens += int(output.emit_len.sum())
+                self.rounds += 1
+                self.rows += int(output.verify_rows)
+                self.bypassed += int(output.bypassed)
+        self.seconds += time.perf_counter() - begin
+
+    def outcome(self) -> Outcome:
+        """What it did so far."""
+        return Outcome(
+            name=self.contender.name, tokens=self.tokens, rounds=self.rounds, rows=self.rows,
+            seconds=self.seconds, bypassed=self.bypassed,
+        )  # fmt: skip
+
+    def _run(self) -> RoundOutput:
+        self._state, output = self._step(self._params, self._state, *self._inputs)
+        return jax.device_get(output)
+
+
+def race(
+    pair: Pair,
+    field: Sequence[Contender],
+    requests: Sequence[Request],
+    *,
+    tokens: int,
+    sps: SpsTable,
+    sts_temperatures: np.ndarray,
+    sts_temperatures_presampled: np.ndarray,
+    progress: Callable[[str], None] = lambda message: None,
+) -> list[Outcome]:
+    """Runs all contenders at a load of one slot per request.
+
+    Args:
+      pair: models with a draft.
+      field: the contenders.
+      requests: R of them, decoded together.
+      tokens: per request, to come out of every contender.
+      sps: speeds measured on this device.
+      sts_temperatures: f32[K].
+      sts_temperatures_presampled: f32[K].
+      progress: told of every compilation.
+
+    Returns:
+      One outcome per contender, in order.
+
+    Raises:
+      ValueError: there is no draft, or the table does not reach R.
+    """
+    if pair.draft is None:
+        raise ValueError("policies are compared on a pair with a draft; choose one with --draft.")
+    rows, drafts = len(requests), pair.draft.config.num_drafts
+    longest = max(len(request.prompt_ids) for request in requests)
+    capacity = longest + 2 * tokens + 2 * (drafts + 1)
+    tables = ScheduleTables(
+        steps_per_s=sps.steps_per_s(rows, drafts, longest + tokens // 2),
+        sts_temperatures=sts_temperatures,
+        sts_temperatures_presampled=sts_temperatures_presampled,
+    )
+    state = _prefilled(pair, requests, capacity)
+    lanes = []
+    for i, contender in enumerate(field):
+        progress(f"compiling {i + 1}/{len(field)}: {rows} requests, {contender.name}")
+        lanes.append(Lane(contender, pair, state, rows, tables))
+    for lane in lanes:
+        lane.warm_up()
+    progress(f"{rows} requests: {len(lanes)} contenders, {tokens} tokens per request each")
+    until = tokens * rows
+    while min(lane.tokens for lane in lanes) < until:
+        for lane in lanes:
+            lane.turn(until)
+    return [lane.outcome() for lane in lanes]
+
+
+def _prefilled(pair: Pair, requests: Sequence[Request], capacity: int) -> DecodeState:
+    """Slots that hold the prompts, each about to decode with room to the end of its slot."""
+    decoder = pair.decoder()
+    state = init_state(decoder, len(requests), capacity, pair.dtype)
+    width = max(len(request.prompt_ids) for request in requests)
+    fill = jax.jit(functools.partial(prefill, decoder), donate_argnums=1)
+    enter = jax.jit(admit, donate_argnums=0)
+    for slot, request in enumerate(requests):
+        ids, count = request.prompt_ids, len(request.prompt_ids) - 1
+        tokens = np.zeros(width, np.int32)
+        tokens[:count] = ids[:-1]
+        state = fill(pair.params, state, np.int32(slot), tokens, np.int32(0), np.int32(count))
+        sampling = SamplingParams(
+            temperature=np.float32(request.temperature), top_k=np.int32(request.top_k),
+            top_p=np.float32(request.top_p), min_p=np.float32(request.min_p),
+            seed=np.uint32(request.seed32),
+        )  # fmt: skip
+        state = enter(
+            state, np.int32(slot), np.int32(ids[-1]), np.int32(count),
+            np.int32(capacity - len(ids)), sampling,
+        )  # fmt: skip
+    return state
+
+
+def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)

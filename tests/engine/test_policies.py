@@ -1,0 +1,68 @@
+"""Policies side by side at a steady load."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from dspark_jax.engine.load import Pair, load_pair
+from dspark_jax.engine.requests import Request
+from dspark_jax.eval.policies import Outcome, contenders, race
+from dspark_jax.sps import Curve, SpsKey, SpsTable
+from tests.models import write_draft, write_target
+
+DRAFTS, ROWS, TOKENS = 2, 2, 12
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> Pair:
+    folder = tmp_path_factory.mktemp("models")
+    target = write_target(folder / "tiny", layers=2)
+    return load_pair(str(target), str(write_draft(folder / "draft", target, block_size=DRAFTS)))
+
+
+def run(pair: Pair, names: tuple[str, ...], *, undrafted_seconds: float) -> dict[str, Outcome]:
+    field = contenders(DRAFTS, threshold=1.0, min_predicted_gain=0.0)
+    assert [c.name for c in field] == [
+        "none", "fixed 1", "full", "threshold", "early_stop", "lagged", "presampled", "global",
+    ]  # fmt: skip
+    requests = [
+        Request(prompt_ids=(5, 6 + i, 7), max_tokens=TOKENS, temperature=1.0, seed=i)
+        for i in range(ROWS)
+    ]
+    seconds = {ROWS: 1.0, ROWS * (DRAFTS + 1): 1.0 + 1e-6}
+    curve = Curve.of(ROWS, 8, seconds, undrafted_seconds)
+    outcomes = race(
+        pair, [c for c in field if c.name in names], requests, tokens=TOKENS,
+        sps=SpsTable(key=SpsKey(), source="measured", curves=(curve,)),
+        sts_temperatures=np.ones(DRAFTS, np.float32),
+        sts_temperatures_presampled=np.ones(DRAFTS, np.float32),
+    )  # fmt: skip
+    assert tuple(o.name for o in outcomes) == names
+    assert all(o.tokens >= TOKENS * ROWS and o.seconds > 0 for o in outcomes)
+    return {o.name: o for o in outcomes}
+
+
+def test_rows_and_tokens_of_every_length(pair):
+    got = run(pair, ("none", "fixed 1", "full", "threshold"), undrafted_seconds=1e9)
+    assert got["none"].tokens == got["none"].rounds * ROWS == got["none"].rows
+    assert got["full"].rows == got["full"].rounds * ROWS * (DRAFTS + 1)
+    assert got["fixed 1"].rows == got["fixed 1"].rounds * ROWS * 2
+    assert got["threshold"].rows == got["threshold"].rounds * ROWS  # nothing is that certain
+    assert not any(o.bypassed for o in got.values())
+
+
+def test_policies_with_speeds_leave_drafts_out_where_these_do_not_pay(pair):
+    cheap = run(pair, ("early_stop",), undrafted_seconds=1e-6)["early_stop"]
+    dear = run(pair, ("early_stop",), undrafted_seconds=1e9)["early_stop"]
+    assert cheap.bypassed >= cheap.rounds - 2 and dear.bypassed == 0
+    assert cheap.rows == pytest.approx(cheap.rounds * ROWS, rel=0.25)
+
+
+def test_a_pair_without_a_draft_is_refused(pair):
+    plain = dataclasses.replace(pair, draft=None)
+    with pytest.raises(ValueError, match="--draft"):
+        race(
+            plain, [], [], tokens=1, sps=None, sts_temperatures=None,
+            sts_temperatures_presampled=None,
+        )  # fmt: skip

@@ -1,0 +1,115 @@
+"""Throughput of every scheduling policy against plain decoding and every fixed draft length.
+
+All contenders decode the same prompts from the same prefilled slots, in turns, in one process, at
+each batch size. Speeds come from a table of tools/profile_sps.py for this machine; temperatures of
+the confidences from tools/calibrate.py.
+
+    python tools/profile_sps.py --slots 16 --out sps.json
+    python tools/compare_policies.py --prompts FILE.jsonl --sps-table sps.json --batch 1 4 16
+"""
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+
+from dspark_jax.calibrate import load_calibration
+from dspark_jax.checkpoint.demo import DEMO_TARGET
+from dspark_jax.cli import add_sampling_options, run_main, say
+from dspark_jax.engine.load import DTYPES, load_pair
+from dspark_jax.engine.profile import sps_key
+from dspark_jax.eval.compare import Comparison, chat_requests, machine, read_prompts
+from dspark_jax.eval.policies import Outcome, contenders, race
+from dspark_jax.sps import load_sps_table
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser("python tools/compare_policies.py", description=__doc__)
+    parser.add_argument(
+        "--prompts", action="append", required=True, metavar="FILE.jsonl",
+        help="lines with `turns`; may be repeated, files take turns",
+    )  # fmt: skip
+    parser.add_argument("--sps-table", required=True, metavar="FILE")
+    parser.add_argument("--confidence-sts", metavar="FILE")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16], metavar="R")
+    parser.add_argument(
+        "--confidence-threshold", type=float, default=0.5, metavar="C", help="of 'threshold'"
+    )
+    parser.add_argument(
+        "--min-predicted-gain", type=float, default=0.0, metavar="G",
+        help="of the policies that read speeds",
+    )  # fmt: skip
+    parser.add_argument("--model", default=DEMO_TARGET, metavar="NAME|DIR")
+    parser.add_argument("--draft", default="auto", metavar="NAME|DIR")
+    parser.add_argument("--dtype", default="float32", choices=sorted(DTYPES))
+    parser.add_argument("--max-prompt-len", type=int, default=256, metavar="P", help="tokens")
+    parser.add_argument("--out", default="policies.json", metavar="FILE")
+    add_sampling_options(parser)
+    return parser
+
+
+def table(rows: int, outcomes: list[Outcome]) -> str:
+    """One batch size for people."""
+    speed = {o.name: o.tokens_per_s for o in outcomes}
+    better = max(speed["none"], speed["full"])
+    fixed = max(v for k, v in speed.items() if k == "full" or k.startswith("fixed"))
+    lines = [
+        f"{rows} requests  tokens/s  of better(none, full)  of best fixed  tau  rows/request  "
+        "rounds without drafts"
+    ]
+    for o in outcomes:
+        lines.append(
+            f"  {o.name:11s} {o.tokens_per_s:8.1f} {o.tokens_per_s / better:12.3f} "
+            f"{o.tokens_per_s / fixed:20.3f} {o.tokens / o.rounds / rows:11.2f} "
+            f"{o.rows / o.rounds / rows:8.2f} {o.bypassed / o.rounds:12.1%}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Runs all batch sizes, prints tables and writes JSON."""
+    args = parser().parse_args()
+    pair = load_pair(args.model, args.draft, dtype=args.dtype)
+    options = Comparison(
+        max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_k=args.top_k,
+        top_p=args.top_p, min_p=args.min_p, seed=args.seed,
+        max_model_len=args.max_prompt_len + args.max_new_tokens,
+    )  # fmt: skip
+    files = [read_prompts(path) for path in args.prompts]
+    mixed = [file[i] for i in range(max(map(len, files))) for file in files if i < len(file)]
+    requests = chat_requests(pair, mixed, options)
+    if len(requests) < max(args.batch):
+        raise ValueError(
+            f"{len(requests)} prompts of at most {args.max_prompt_len} tokens; a batch of "
+            f"{max(args.batch)} needs as many. Give more --prompts or a larger --max-prompt-len."
+        )
+    sps = load_sps_table(args.sps_table)
+    sps.check(sps_key(pair), say)
+    drafts = pair.draft.config.num_drafts if pair.draft else 0
+    sts = presampled = np.ones(drafts, np.float32)
+    if args.confidence_sts is not None:
+        calibration = load_calibration(args.confidence_sts, drafts)
+        sts = presampled = np.array(calibration.temperatures, np.float32)
+        if calibration.presampled_temperatures:
+            presampled = np.array(calibration.presampled_temperatures, np.float32)
+    field = contenders(
+        drafts, threshold=args.confidence_threshold, min_predicted_gain=args.min_predicted_gain
+    )
+    results = {}
+    for rows in args.batch:
+        outcomes = race(
+            pair, field, requests[:rows], tokens=args.max_new_tokens, sps=sps,
+            sts_temperatures=sts, sts_temperatures_presampled=presampled, progress=say,
+        )  # fmt: skip
+        results[rows] = [dataclasses.asdict(o) for o in outcomes]
+        print(table(rows, outcomes), flush=True)
+    document = {"machine": machine(), "options": vars(args), "batches": results}
+    Path(args.out).write_text(json.dumps(document, indent=1), encoding="utf-8")
+    say(f"wrote {args.out}")
+
+
+if __name__ == "__main__":
+    run_main(main)
