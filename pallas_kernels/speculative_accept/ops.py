@@ -75,7 +75,7 @@ def speculative_accept(
         raise ValueError(f"method is {method!r}; expected one of {', '.join(get_args(Method))}")
     _check(target_logits, draft_tokens, verify_len, temperature)
     _check_method(method, target_logits.shape, draft_logits, uniforms, noise)
-    requests, width, vocab = target_logits.shape
+    requests, _, vocab = target_logits.shape
     first = first_column(vocab, axis_name)
     if temperature is None:
         temperature = jnp.full((requests,), 0.0 if method == "greedy" else 1.0)
@@ -86,32 +86,50 @@ def speculative_accept(
         target_logits, tokens, temperature, first, noise if method == "coupled" else None,
         axis_name=axis_name, impl=impl,
     )  # fmt: skip
-    agreed = draft_tokens == target.best[:, :-1]
     if method != "standard":
-        accept_len = _prefix_length(agreed, verify_len)
+        accept_len = _prefix_length(draft_tokens == target.best[:, :-1], verify_len)
         return Accepted(accept_len, _at_row(target.best, accept_len))
 
+    return _accept_standard(
+        target_logits, draft_logits, draft_tokens, verify_len, target, temperature, uniforms,
+        noise, axis_name=axis_name, impl=impl,
+    )  # fmt: skip
+
+
+def _accept_standard(
+    target_logits: jax.Array,
+    draft_logits: jax.Array,
+    draft_tokens: jax.Array,
+    verify_len: jax.Array,
+    target: RowStats,
+    temperature: jax.Array,
+    uniforms: jax.Array,
+    noise: jax.Array,
+    *,
+    axis_name: str | None,
+    impl: Impl,
+) -> Accepted:
+    """The rest of "standard", given the target's stats: q, the prefix, and a sample at its end."""
+    first = first_column(target_logits.shape[-1], axis_name)
     draft = _row_stats(
         draft_logits, draft_tokens, temperature, first, None, axis_name=axis_name, impl=impl
     )
     p = jnp.exp(target.chosen - target.log_normaliser)[:, :-1]
     q = jnp.exp(draft.chosen - draft.log_normaliser)
     is_greedy = temperature < GREEDY_BELOW
+    agreed = draft_tokens == target.best[:, :-1]
     passed = jnp.where(is_greedy[:, None], agreed, uniforms * q < p)
     accept_len = _prefix_length(passed, verify_len)
-    draft_row = jnp.minimum(accept_len, width - 2)
-    static = dict(sizes=block_sizes())
-    mass, _, residual_token, _, plain_token = _merge_residual(
-        select(
-            impl,
-            functools.partial(kernel.residual_stats, **static),
-            ref.residual_stats,
-            _at_row(target_logits, accept_len), _at_row(draft_logits, draft_row),
-            _at_row(target.log_normaliser, accept_len), _at_row(draft.log_normaliser, draft_row),
-            temperature, noise, jnp.asarray(first, jnp.int32),
-        ),
-        axis_name,
+    draft_row = jnp.minimum(accept_len, draft_tokens.shape[1] - 1)
+    stats = select(
+        impl,
+        functools.partial(kernel.residual_stats, sizes=block_sizes()),
+        ref.residual_stats,
+        _at_row(target_logits, accept_len), _at_row(draft_logits, draft_row),
+        _at_row(target.log_normaliser, accept_len), _at_row(draft.log_normaliser, draft_row),
+        temperature, noise, jnp.asarray(first, jnp.int32),
     )  # fmt: skip
+    mass, _, residual_token, _, plain_token = _merge_residual(stats, axis_name)
     rejected = (accept_len < verify_len) & (mass > 0.0)
     token = jnp.where(rejected, residual_token, plain_token)
     return Accepted(accept_len, jnp.where(is_greedy, _at_row(target.best, accept_len), token))

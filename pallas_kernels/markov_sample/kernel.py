@@ -1,0 +1,120 @@
+"""One step of the Markov head with its sample, in tiles of the vocabulary.
+
+A tile of W2 meets the latents of all requests, the bias is added to a tile of base logits, and
+only five numbers per request stay: the bias is nowhere written down. A tile of W2 is read once
+for up to 256 requests.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.chips import BlockSizes, round_up
+from pallas_kernels.markov_sample.ref import Draw
+from pallas_kernels.noise import gumbel_at, is_key
+from pallas_kernels.vocab import fold_best, perturb, scale
+
+_GROUP = 256  # requests that share a tile of W2
+_TILE_BYTES = 2 * 2**20  # of float32 logits, which bounds the columns when requests are many
+
+
+def _body(first, latent, w2, base, temperature, *refs, vocab: int, noises: int, keep: bool):
+    noise, refs = refs[:noises], refs[noises:]
+    top, total, value, token, token_logit = refs[:5]
+
+    @pl.when(pl.program_id(1) == 0)
+    def _start():
+        for ref in (top, value, token_logit):
+            ref[...] = jnp.full_like(ref, -jnp.inf)
+        total[...] = jnp.zeros_like(total)
+        token[...] = jnp.zeros_like(token)
+
+    exact = jax.lax.Precision.HIGHEST if latent.dtype == jnp.float32 else None
+    bias = jax.lax.dot_general(
+        latent[...], w2[...], (((1,), (1,)), ((), ())),
+        precision=exact, preferred_element_type=jnp.float32,
+    )  # fmt: skip
+    logits = base[...].astype(jnp.float32) + bias
+    if keep:
+        refs[5][...] = logits
+    local = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    local = local + pl.program_id(1) * logits.shape[1]
+    column, valid = local + first[0], local < vocab
+    scaled = jnp.where(valid, scale(logits, temperature[...]), -jnp.inf)
+    perturbed = scaled
+    if noise:
+        keys = tuple(ref[...] for ref in noise)
+        drawn = keys[0] if noises == 1 else gumbel_at(keys, column)
+        perturbed = perturb(scaled, temperature[...], drawn)
+
+    peak = jnp.maximum(top[...], scaled.max(axis=1, keepdims=True))
+    safe = jnp.where(peak == -jnp.inf, 0.0, peak)
+    mass = jnp.exp(scaled - safe).sum(axis=1, keepdims=True)
+    total[...] = total[...] * jnp.exp(top[...] - safe) + mass
+    top[...] = peak
+    before = value[...]
+    value[...], token[...] = fold_best(before, token[...], perturbed, column, valid)
+    here = jnp.where(column == token[...], scaled, -jnp.inf).max(axis=1, keepdims=True)
+    token_logit[...] = jnp.where(value[...] > before, here, token_logit[...])
+
+
+def draw(
+    latent: jax.Array,
+    w2: jax.Array,
+    base_logits: jax.Array,
+    temperature: jax.Array,
+    first: jax.Array,
+    noise: jax.Array | None = None,
+    *,
+    keep_logits: bool,
+    sizes: BlockSizes,
+    interpret: bool | pltpu.InterpretParams,
+) -> Draw:
+    """The kernel; arguments and result as in `ref.draw`."""
+    requests, rank = latent.shape
+    vocab = w2.shape[0]
+    common = jnp.promote_types(latent.dtype, w2.dtype)
+    if w2.dtype != common:
+        raise NotImplementedError(f"w2 is {w2.dtype}, latents {latent.dtype}: it would be copied")
+    group = min(_GROUP, requests)
+    tile = min(sizes.vocab_columns, _TILE_BYTES // (4 * round_up(group, 8)), vocab)
+
+    wide = pl.BlockSpec((group, tile), lambda r, v, first: (r, v))
+    narrow = pl.BlockSpec((group, 1), lambda r, v, first: (r, 0))
+    operands = [latent.astype(common), w2, base_logits, temperature[:, None]]
+    specs = [
+        pl.BlockSpec((group, rank), lambda r, v, first: (r, 0)),
+        pl.BlockSpec((tile, rank), lambda r, v, first: (v, 0)),
+        wide,
+        narrow,
+    ]
+    noises = []
+    if noise is not None:
+        noises = [noise[:, :1], noise[:, 1:]] if is_key(noise) else [noise]
+        specs += [narrow, narrow] if is_key(noise) else [wide]
+    kinds = [jnp.float32, jnp.float32, jnp.float32, jnp.int32, jnp.float32]
+    shapes = [jax.ShapeDtypeStruct((requests, 1), kind) for kind in kinds]
+    out_specs = [narrow] * 5
+    if keep_logits:
+        shapes.append(jax.ShapeDtypeStruct((requests, vocab), jnp.float32))
+        out_specs.append(wide)
+    out = pl.pallas_call(
+        functools.partial(_body, vocab=vocab, noises=len(noises), keep=keep_logits),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(pl.cdiv(requests, group), pl.cdiv(vocab, tile)),
+            in_specs=specs,
+            out_specs=out_specs,
+        ),
+        out_shape=shapes,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=sizes.vmem_limit_bytes,
+        ),
+        interpret=interpret,
+        name="markov_sample",
+    )(jnp.asarray(first, jnp.int32).reshape(1), *operands, *noises)
+    return Draw(*(x[:, 0] for x in out[:5]), out[5] if keep_logits else None)
