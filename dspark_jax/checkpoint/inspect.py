@@ -8,6 +8,7 @@ from typing import Any
 
 from dspark_jax.checkpoint.deepseek import draft_reader, read_deepseek_config, weight_block
 from dspark_jax.checkpoint.draft_layouts import detect_layout, read_draft_config
+from dspark_jax.checkpoint.orbax_layout import OrbaxReader, open_checkpoint
 from dspark_jax.checkpoint.safetensors import TensorReader
 from dspark_jax.config import TARGET_ARCHITECTURES, TargetConfig, read_config_json
 from dspark_jax.config_deepseek import DeepseekDraftConfig, is_deepseek
@@ -24,7 +25,7 @@ def inspect_checkpoint(directory: str | Path) -> dict[str, str]:
     """Describes a checkpoint.
 
     Args:
-      directory: `config.json` and safetensors, single or sharded.
+      directory: `config.json` and safetensors, single or sharded, or a converted directory.
 
     Returns:
       What there is to say, label -> text, in the order to print it.
@@ -35,15 +36,21 @@ def inspect_checkpoint(directory: str | Path) -> dict[str, str]:
         tensors do not match the config.
     """
     hf = read_config_json(directory)
-    reader = TensorReader(directory, strip=("module.", "model."))
+    reader = open_checkpoint(directory, strip=("module.", "model."))
     if is_deepseek(hf):
-        return _deepseek(hf, reader)
-    if any(name in TARGET_ARCHITECTURES for name in hf.get("architectures") or []):
-        return _target(hf, TensorReader(directory))
-    return _dense_draft(hf, reader)
+        report = _deepseek(hf, reader)
+    elif any(name in TARGET_ARCHITECTURES for name in hf.get("architectures") or []):
+        report = _target(hf, open_checkpoint(directory))
+    else:
+        report = _dense_draft(hf, reader)
+    if isinstance(reader, OrbaxReader):
+        report["layout"] = f"converted to Orbax, {reader.manifest.dtype}" + (
+            f", cut for {reader.manifest.mesh}" if reader.manifest.mesh else ""
+        )
+    return report
 
 
-def _deepseek(hf: dict[str, Any], reader: TensorReader) -> dict[str, str]:
+def _deepseek(hf: dict[str, Any], reader: TensorReader | OrbaxReader) -> dict[str, str]:
     family = {"deepseek_v4": "DeepSeek V4", "deepseek_v41": "DeepSeek V4.1"}[hf["model_type"]]
     config = read_deepseek_config(hf, reader.names())
     draft = draft_reader(hf, reader, config)
@@ -64,7 +71,7 @@ def _deepseek(hf: dict[str, Any], reader: TensorReader) -> dict[str, str]:
     }
     rest = reader.names() - mine
     out |= _sizes("draft", reader, mine) | _sizes("rest", reader, rest)
-    out["to run it"] = "not yet: there is no target of this family here; tools/parity.py checks it"
+    out["to run it"] = "--draft with its own target, which is not here yet (tools/parity.py checks)"
     return out
 
 
@@ -73,7 +80,7 @@ def _stored_ids(hf: dict[str, Any], config: DeepseekDraftConfig) -> str:
     return f"{ids}, the INPUT of each" if config.single_pass else f"{ids}, the output of each"
 
 
-def _dense_draft(hf: dict[str, Any], reader: TensorReader) -> dict[str, str]:
+def _dense_draft(hf: dict[str, Any], reader: TensorReader | OrbaxReader) -> dict[str, str]:
     layout = {"deepspec": "DeepSpec", "specforge": "SpecForge", "speculators": "speculators"}
     config = read_draft_config(hf, reader)
     heads = [f"Markov ({config.markov_head_type}, rank {config.markov_rank})"]
@@ -92,7 +99,7 @@ def _dense_draft(hf: dict[str, Any], reader: TensorReader) -> dict[str, str]:
     return out
 
 
-def _target(hf: dict[str, Any], reader: TensorReader) -> dict[str, str]:
+def _target(hf: dict[str, Any], reader: TensorReader | OrbaxReader) -> dict[str, str]:
     config = TargetConfig.from_hf(hf)
     out = {
         "kind": f"target, {config.model_type}",
@@ -117,9 +124,14 @@ def _draft_facts(config: Any, *, stored_ids: str | None) -> dict[str, str]:
     }
 
 
-def _sizes(label: str, reader: TensorReader, names: Iterable[str]) -> dict[str, str]:
+def _sizes(label: str, reader: TensorReader | OrbaxReader, names: Iterable[str]) -> dict[str, str]:
     """Bytes of some tensors, by stored type."""
-    by_type = collections.Counter()
+    by_type, names = collections.Counter(), set(names)
+    if isinstance(reader, OrbaxReader):
+        for leaf in reader.manifest.leaves:
+            if not names.isdisjoint(leaf.names):
+                by_type[leaf.dtype if leaf.form == "plain" else leaf.form] += leaf.nbytes()
+        names = set()
     for name in names:
         kind = reader.dtype(name)
         by_type[kind] += math.prod(reader.shape(name)) * BITS.get(kind, 0) // 8
