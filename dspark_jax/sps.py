@@ -16,6 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
+from dspark_jax.chips import Chip
+
 FORMAT = "dspark_jax.sps"
 LOOKUPS = ("staircase", "floor", "linear")
 
@@ -265,22 +267,6 @@ class SpsTable:
         data = {"format": FORMAT, **dataclasses.asdict(self)}
         data["key"]["versions"] = dict(self.key.versions)
         Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Chip:
-    """Peak figures of one core of an accelerator, for modelled tables."""
-
-    name: str
-    bytes_per_s: float  # main memory
-    flops_per_s: float  # bfloat16
-
-
-CHIPS = {
-    "v5e": Chip(name="TPU v5e", bytes_per_s=820e9, flops_per_s=197e12),
-    "v6e": Chip(name="TPU v6e", bytes_per_s=1640e9, flops_per_s=920e12),
-    "v7x": Chip(name="TPU v7x core", bytes_per_s=3700e9, flops_per_s=1155e12),
-}  # as in jax.experimental.pallas.tpu.get_tpu_info_for_chip
 
 
 def roofline_table(

@@ -10,12 +10,13 @@ compiled here and costed with the peaks of another chip instead: a model, marked
 import argparse
 
 from dspark_jax.checkpoint.demo import DEMO_TARGET
+from dspark_jax.chips import CHIPS
 from dspark_jax.cli import run_main, say
 from dspark_jax.engine.core import Engine
 from dspark_jax.engine.load import DTYPES, load_pair
 from dspark_jax.engine.profile import measure_table, modelled_table, profiled_points, sps_key
 from dspark_jax.schedule import ScheduleConfig
-from dspark_jax.sps import CHIPS, SpsTable
+from dspark_jax.sps import SpsTable
 
 # Programs with every bucket, and with rounds that draft nothing.
 PROFILED = ScheduleConfig(

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from dspark_jax.calibrate import Calibration
+from dspark_jax.chips import CHIPS
 from dspark_jax.engine.core import Engine
 from dspark_jax.engine.load import Pair, load_pair
 from dspark_jax.engine.profile import (
@@ -23,7 +24,7 @@ from dspark_jax.engine.profile import (
 from dspark_jax.engine.record import RecordingEngine
 from dspark_jax.engine.requests import Request
 from dspark_jax.schedule import ScheduleConfig
-from dspark_jax.sps import CHIPS, Curve, SpsTable, load_sps_table
+from dspark_jax.sps import Curve, SpsTable, load_sps_table
 from tests.models import write_draft, write_target
 from tools.profile_sps import main
 

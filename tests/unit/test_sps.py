@@ -6,7 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from dspark_jax.sps import CHIPS, Curve, SpsKey, SpsTable, load_sps_table, roofline_table
+from dspark_jax.chips import CHIPS
+from dspark_jax.sps import Curve, SpsKey, SpsTable, load_sps_table, roofline_table
 
 KEY = SpsKey(
     device="1x cpu", model="tiny", draft="1 layer, 4 drafts", dtype="float32",
