@@ -40,9 +40,7 @@ def make_batches(config: TrainConfig, prepared: Prepared) -> Batches:
     return crop_batches(source, batch_size=config.data.batch_size, seed=config.seed)
 
 
-def validation_batches(
-    config: TrainConfig, prepared: Prepared
-) -> Iterator[dict[str, np.ndarray]]:
+def validation_batches(config: TrainConfig, prepared: Prepared) -> Iterator[dict[str, np.ndarray]]:
     """The same few batches of held-out samples every time."""
     held_out = config.data.validation_samples
     if prepared.store is None:
@@ -62,9 +60,7 @@ def _crops(
     return CropSource(
         store,
         prepared.samples,
-        list_crops(
-            prepared.samples, documents, config.data.num_anchors, skip_repeats=skip_repeats
-        ),
+        list_crops(prepared.samples, documents, config.data.num_anchors, skip_repeats=skip_repeats),
         window=draft.sliding_window,
         anchors=config.data.num_anchors,
         block_size=draft.block_size,

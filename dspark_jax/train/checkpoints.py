@@ -47,9 +47,7 @@ class Checkpoints:
         step = int(state.step)
         if step == self.latest():
             return
-        args = ocp.args.Composite(
-            state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data)
-        )
+        args = ocp.args.Composite(state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data))
         try:
             self._manager.save(step, args=args)
         except Exception as error:  # the storage layer wraps a full disk in several types

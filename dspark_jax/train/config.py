@@ -98,6 +98,7 @@ class WarmStart:
     context: bool = False  # context projection by ridge regression, identity attention values
     samples: int = 24000  # positions the regression is fitted on
     draft: str | None = None  # continue from an exported draft instead
+    choose_vocabulary: bool = False  # with `draft`: a reduced vocabulary is chosen anew, see there
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -52,9 +52,7 @@ class Trainer:
         )
         self.directory = Path(config.output_dir)
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._checkpoints = Checkpoints(
-            self.directory / CHECKPOINTS, keep=config.keep_checkpoints
-        )
+        self._checkpoints = Checkpoints(self.directory / CHECKPOINTS, keep=config.keep_checkpoints)
         self._batches = make_batches(config, prepared)
         mesh = data_mesh(config.data_parallel)
         self._step = jax.jit(
@@ -168,9 +166,7 @@ class Trainer:
             )
         return sums
 
-    def _log(
-        self, kind: str, step: int, sums: dict, seconds: float, writer: SummaryWriter
-    ) -> None:
+    def _log(self, kind: str, step: int, sums: dict, seconds: float, writer: SummaryWriter) -> None:
         """One line for people, one JSON line, and TensorBoard scalars."""
         values = summarize(sums)
         record = {"kind": kind, "step": step, **values, "anchors_seen": self._anchors}

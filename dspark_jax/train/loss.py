@@ -348,8 +348,10 @@ def hidden_loss(
     Returns:
       The weighted mean squared length.
     """
-    error = hidden - target_hidden if markov_hidden is None else (
-        hidden + markov_hidden - target_hidden
+    error = (
+        hidden - target_hidden
+        if markov_hidden is None
+        else (hidden + markov_hidden - target_hidden)
     )
     error = jnp.einsum("bakd,de->bake", error, metric)
     return (weights * jnp.square(error).mean(axis=-1)).sum() / (total_weight(weights, axis) + 1e-6)

@@ -21,6 +21,7 @@ from dspark_jax.train.features import FeatureStore, extract_features, open_featu
 from dspark_jax.train.step import Frozen
 from dspark_jax.train.vocabulary import frequent_tokens
 from dspark_jax.train.warm_start import (
+    carry_markov,
     fit_context,
     inverse_gram,
     logit_metric,
@@ -95,12 +96,13 @@ def prepare(
     answers = np.concatenate([s.tokens[s.loss_mask] for s in samples[held_out:]])
     counts = np.bincount(answers, minlength=target_config.vocab_size)
     shared = target.shared_head(target_params)
+    size = draft.config.draft_vocab_size
+    ids = None if size is None else frequent_tokens(answers, target_config.vocab_size, size)
     if config.warm_start.draft is not None:
-        params, shared = _continue_from(config.warm_start.draft, draft, target_config, shared)
+        ids = ids if config.warm_start.choose_vocabulary else None
+        params, shared = _continue_from(config.warm_start.draft, draft, target_config, shared, ids)
     else:
-        size = draft.config.draft_vocab_size
-        if size is not None:
-            ids = frequent_tokens(answers, target_config.vocab_size, size)
+        if ids is not None:
             shared = reduce_vocabulary(shared, ids)
         params = jax.jit(draft.init)(jax.random.key(config.seed))
         if warm_start:
@@ -129,10 +131,14 @@ def prepare(
 
 
 def _continue_from(
-    directory: str, draft: DenseDraft, target_config: TargetConfig, shared: SharedHead
+    directory: str,
+    draft: DenseDraft,
+    target_config: TargetConfig,
+    whole: SharedHead,
+    ids: np.ndarray | None,
 ) -> tuple[Params, SharedHead]:
-    """Weights and vocabulary of an exported draft of the config's architecture."""
-    loaded, params, shared = load_draft(directory, target_config, shared)
+    """Weights of an exported draft of the config's architecture, and its vocabulary or `ids`."""
+    loaded, params, shared = load_draft(directory, target_config, whole)
     if loaded != draft.config:
         fields = [f.name for f in dataclasses.fields(loaded)]
         differ = [n for n in fields if getattr(loaded, n) != getattr(draft.config, n)]
@@ -140,6 +146,11 @@ def _continue_from(
             f"warm_start.draft={directory} has another architecture than the config; they differ "
             f"in {differ}."
         )
+    if ids is not None:
+        chosen = reduce_vocabulary(whole, ids)
+        if draft.config.markov_rank:
+            params["markov"] = carry_markov(params["markov"], shared, chosen)
+        shared = chosen
     return params, shared
 
 

@@ -25,8 +25,7 @@ class CandidateConfig:
     def __post_init__(self):
         if not 0 < self.always < self.total:
             raise ValueError(
-                f"candidates need 0 < always < total; got always={self.always}, "
-                f"total={self.total}."
+                f"candidates need 0 < always < total; got always={self.always}, total={self.total}."
             )
 
 
@@ -118,6 +117,4 @@ def candidate_vocabulary(
     size, count = shared.head.shape[0], rows.shape[0]
     index = jnp.full(size + 1, count, jnp.int32).at[rows].set(jnp.arange(count, dtype=jnp.int32))
     row_of = index[:size] if shared.draft_ids is None else index[shared.draft_ids]
-    return Vocabulary(
-        head=shared.head[rows], row_of=row_of, log_weight=log_weight, rows=rows
-    )
+    return Vocabulary(head=shared.head[rows], row_of=row_of, log_weight=log_weight, rows=rows)

@@ -66,6 +66,27 @@ def start_markov(
     }
 
 
+def carry_markov(params: Params, old: SharedHead, new: SharedHead) -> Params:
+    """A trained head moved to another reduced vocabulary.
+
+    Args:
+      params: the head's parameters, w2 [Vd, Q] for `old`.
+      old: LM head rows [Vd, D] it was trained with.
+      new: LM head rows [Vd', D] it shall serve.
+
+    Returns:
+      The parameters with w2 [Vd', Q]: trained rows where the token had one; for the others what a
+      linear map from LM head rows to w2 rows, fitted on the trained ones, gives.
+    """
+    fitted = inverse_gram(old) @ (old.head.T @ params["w2"])  # [D, Q]
+    rows = jnp.arange(old.head.shape[0]) if old.draft_ids is None else old.draft_ids
+    ids = jnp.arange(new.head.shape[0]) if new.target_ids is None else new.target_ids
+    at = rows[ids]
+    known = at < params["w2"].shape[0]
+    kept = params["w2"][jnp.where(known, at, 0)]
+    return params | {"w2": jnp.where(known[:, None], kept, new.head @ fitted)}
+
+
 def logit_metric(shared: SharedHead, row_counts: np.ndarray) -> jax.Array:
     """A matrix [D, D] after which hidden-space distance is distance of centred logits.
 

@@ -148,6 +148,18 @@ def test_the_exported_draft_loads_and_refuses_another_target(corpus, tmp_path):
         warm_start=WarmStart(draft=str(tmp_path / "run" / "draft")),
     )
     assert_same(prepare(again, quiet).params, params)
+    chosen = dataclasses.replace(again.warm_start, choose_vocabulary=True)
+    text = tmp_path / "other.jsonl"  # fewer samples: other tokens are frequent
+    text.write_text("".join(corpus[1].read_text().splitlines(keepends=True)[:8]))
+    data = dataclasses.replace(
+        again.data, train_data=str(text), features_dir=str(tmp_path / "other_features")
+    )
+    prepared = prepare(dataclasses.replace(again, warm_start=chosen, data=data), quiet)
+    ids, before = (np.asarray(s.target_ids) for s in (prepared.frozen.shared, head))
+    assert set(ids.tolist()) != set(before.tolist())
+    both, at, was = np.intersect1d(ids, before, return_indices=True)
+    assert len(both) > 100
+    assert_same(prepared.params["markov"]["w2"][at], params["markov"]["w2"][was])
 
 
 def test_a_signal_stops_after_the_step_with_a_checkpoint(corpus, tmp_path):

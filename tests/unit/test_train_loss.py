@@ -30,7 +30,8 @@ from dspark_jax.train.vocabulary import (
     frequent_tokens,
     full_vocabulary,
 )
-from dspark_jax.train.warm_start import inverse_gram
+from dspark_jax.train.warm_start import carry_markov, inverse_gram
+from dspark_jax.types import SharedHead
 from tests.unit.train_toys import CONFIG, DRAFT, VOCAB, make_batch, random_params, random_shared
 
 
@@ -250,6 +251,19 @@ def test_a_step_on_eight_devices_equals_a_step_on_one(rng):
     one, sums = step(None)
     eight, other = step(data_mesh(8))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), sums, other)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), one.params, eight.params
-    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), one.params, eight.params)
+
+
+def test_a_markov_head_moves_to_another_vocabulary():
+    rng = np.random.default_rng(0)
+    head = jnp.asarray(rng.normal(size=(40, 6)), jnp.float32)
+    whole = SharedHead(embedding=head, head=head)
+    old = reduce_vocabulary(whole, np.arange(5, 35))
+    new = reduce_vocabulary(whole, np.array([39, 7, 20, 0]))
+    linear = jnp.asarray(rng.normal(size=(6, 3)), jnp.float32)
+    moved = carry_markov({"w2": old.head @ linear}, old, new)["w2"]
+    np.testing.assert_allclose(moved, new.head @ linear, rtol=1e-4, atol=1e-5)
+    trained = old.head @ linear + jnp.asarray(rng.normal(size=(30, 3)), jnp.float32)
+    moved = carry_markov({"w2": trained}, old, new)["w2"]
+    np.testing.assert_array_equal(moved[1:3], trained[jnp.array([2, 15])])  # kept as they are
+    assert bool(jnp.isfinite(moved).all()) and moved.shape == (4, 3)
