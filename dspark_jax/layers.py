@@ -9,6 +9,7 @@ import numpy as np
 from einops import rearrange
 
 from dspark_jax.config import RopeConfig
+from dspark_jax.sharding import is_split
 
 KERNEL_INIT = nn.initializers.normal(0.02)
 
@@ -27,6 +28,8 @@ def project(x: jax.Array, kernel: jax.Array, *, inner: int = 1) -> jax.Array:
     Returns:
       [.., *out].
     """
+    if is_split():  # flattened, an axis that is split would have to be gathered
+        return jnp.tensordot(x, kernel, axes=inner)
     batch, out = x.shape[: x.ndim - inner], kernel.shape[inner:]
     size = math.prod(kernel.shape[:inner])
     y = x.reshape(-1, size) @ kernel.reshape(size, -1)

@@ -1,5 +1,8 @@
 """Routed experts, by grouped matmuls: Qwen3-MoE (softmax scores) and DeepSeek V4 (noaux bias)."""
 
+import functools
+from collections.abc import Callable
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -7,6 +10,8 @@ import jax.numpy as jnp
 from dspark_jax.config import MoeConfig
 from dspark_jax.config_deepseek import DeepseekMoeConfig
 from dspark_jax.layers import KERNEL_INIT
+from dspark_jax.packed import PackedKernel, packed_dot
+from dspark_jax.sharding import is_split, spec_here, split_axes
 
 
 class MoeMlp(nn.Module):
@@ -30,12 +35,65 @@ class MoeMlp(nn.Module):
         weight, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), cfg.num_experts_per_tok)
         if cfg.norm_topk_prob:
             weight = weight / weight.sum(axis=-1, keepdims=True)
-        out = routed_experts(tokens, chosen, weight, gate_up, down)
+        out = over_experts(routed_experts, tokens, chosen, weight, gate_up, down)
         return out.reshape(x.shape)
 
 
+def over_experts(
+    compute: Callable, tokens: jax.Array, chosen: jax.Array, weight: jax.Array,
+    gate_up: jax.Array, down: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """Runs `compute` with the experts split over the mesh it is traced under, if there is one.
+
+    Every device has all tokens, computes the assignments to its own experts, with its part of
+    their width, and one sum over the devices completes the result.
+
+    Args:
+      compute: `routed_experts` or `clamped_experts`.
+      tokens: [T, D].
+      chosen: i32[T, k].
+      weight: f32[T, k].
+      gate_up: [E, D, 2, F].
+      down: [E, F, D].
+
+    Returns:
+      [T, D], what `compute` returns without a mesh.
+    """
+    if not is_split():
+        return compute(tokens, chosen, weight, gate_up, down)
+    axes = split_axes()
+
+    def part(*args: jax.Array) -> jax.Array:
+        tokens, chosen, weight, gate_up, down = args
+        own = gate_up.shape[0]
+        place = jax.lax.axis_index("expert") if "expert" in axes else 0
+        local = chosen - place * own
+        local = jnp.where((local >= 0) & (local < own), local, own)  # own: another device's
+        out = compute(tokens, local, weight, gate_up, down, partial=True)
+        return jax.lax.psum(out, axes)
+
+    kernels = (("experts", None, None, "expert_mlp"), ("experts", "expert_mlp", None))
+    if isinstance(gate_up, PackedKernel):
+        kernels = (("experts", None, "expert_mlp", None), ("experts", None, "expert_mlp"))
+    whole = spec_here()
+    with jax.named_scope("moe.experts"):
+        return jax.shard_map(
+            part,
+            in_specs=(whole, whole, whole, *(spec_here(*names) for names in kernels)),
+            out_specs=whole,
+            axis_names=set(axes),
+            check_vma=False,
+        )(tokens, chosen, weight, gate_up, down)
+
+
 def routed_experts(
-    tokens: jax.Array, chosen: jax.Array, weight: jax.Array, gate_up: jax.Array, down: jax.Array
+    tokens: jax.Array,
+    chosen: jax.Array,
+    weight: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    *,
+    partial: bool = False,
 ) -> jax.Array:
     """Sends each token through its experts and sums the weighted results.
 
@@ -45,6 +103,7 @@ def routed_experts(
       weight: f32[T, k].
       gate_up: [E, D, 2, F].
       down: [E, F, D].
+      partial: assignments to E, which is no expert here, add nothing.
 
     Returns:
       [T, D] in tokens' type.
@@ -54,6 +113,7 @@ def routed_experts(
     gate, up = _gate_up(tokens[source], gate_up, sizes)
     y = jax.lax.ragged_dot(jax.nn.silu(gate) * up, down, sizes)
     y = y * weight.reshape(-1)[order][:, None].astype(y.dtype)
+    y = _own_rows(y, sizes) if partial else y
     return jnp.zeros((count, width), tokens.dtype).at[source].add(y)
 
 
@@ -77,18 +137,26 @@ class DeepseekMoe(nn.Module):
         bias = self.param("bias", zeros, (experts,))
         if cfg.has_vision_bias:
             self.param("bias_vision", zeros, (experts,))
-        gate_up = self.param("gate_up", KERNEL_INIT, (experts, width, 2, hidden))
-        down = self.param("down", KERNEL_INIT, (experts, hidden, width))
+        gate_up = self._kernel("gate_up", (experts, width, 2, hidden))
+        down = self._kernel("down", (experts, hidden, width))
         shared = cfg.num_shared_experts * hidden
         shared_gate_up = self.param("shared_gate_up", KERNEL_INIT, (width, 2, shared))
         shared_down = self.param("shared_down", KERNEL_INIT, (shared, width))
         tokens = x.reshape(-1, width)
         chosen, weight = route(tokens, router, bias, cfg)
-        out = clamped_experts(tokens, chosen, weight, gate_up, down, limit=cfg.swiglu_limit)
+        compute = functools.partial(clamped_experts, limit=cfg.swiglu_limit)
+        out = over_experts(compute, tokens, chosen, weight, gate_up, down)
         y = jnp.einsum("td,dcf->tcf", tokens, shared_gate_up)
         y = clamped_gate(y[:, 0], y[:, 1], cfg.swiglu_limit).astype(x.dtype)
         out = out + (y @ shared_down).astype(jnp.float32)
         return out.astype(x.dtype).reshape(x.shape)
+
+    def _kernel(self, name: str, shape: tuple[int, ...]) -> jax.Array | PackedKernel:
+        """A parameter that may have been loaded packed."""
+        loaded = self.get_variable("params", name)
+        if isinstance(loaded, PackedKernel):
+            return loaded
+        return self.param(name, KERNEL_INIT, shape)
 
 
 def route(
@@ -127,6 +195,7 @@ def clamped_experts(
     down: jax.Array,
     *,
     limit: float,
+    partial: bool = False,
 ) -> jax.Array:
     """`routed_experts` with clamps, weights applied before the down projection, float32 sums.
 
@@ -137,6 +206,7 @@ def clamped_experts(
       gate_up: [E, D, 2, F].
       down: [E, F, D].
       limit: of `clamped_gate`.
+      partial: as for `routed_experts`.
 
     Returns:
       f32[T, D].
@@ -145,10 +215,18 @@ def clamped_experts(
     order, source, sizes = _group_by_expert(chosen, gate_up.shape[0])
     gate, up = _gate_up(tokens[source], gate_up, sizes)
     y = clamped_gate(gate, up, limit) * weight.reshape(-1)[order][:, None]
-    y = jax.lax.ragged_dot(
-        y.astype(tokens.dtype), down, sizes, preferred_element_type=jnp.float32
-    )
+    y = y.astype(tokens.dtype)
+    if isinstance(down, PackedKernel):
+        y = packed_dot(y, down, sizes)
+    else:
+        y = jax.lax.ragged_dot(y, down, sizes, preferred_element_type=jnp.float32)
+    y = _own_rows(y, sizes) if partial else y
     return jnp.zeros((count, width), jnp.float32).at[source].add(y)
+
+
+def _own_rows(y: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Rows of a grouped matmul, zero past the last group: those belong to other devices."""
+    return jnp.where((jnp.arange(y.shape[0]) < sizes.sum())[:, None], y, 0)
 
 
 def _group_by_expert(chosen: jax.Array, experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -158,7 +236,12 @@ def _group_by_expert(chosen: jax.Array, experts: int) -> tuple[jax.Array, jax.Ar
     return order, order // chosen.shape[1], sizes
 
 
-def _gate_up(tokens: jax.Array, kernel: jax.Array, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _gate_up(
+    tokens: jax.Array, kernel: jax.Array | PackedKernel, sizes: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    if isinstance(kernel, PackedKernel):
+        y, hidden = packed_dot(tokens, kernel, sizes).astype(tokens.dtype), kernel.shape[2]
+        return y[:, :hidden], y[:, hidden:]
     experts, width, _, hidden = kernel.shape
     y = jax.lax.ragged_dot(tokens, kernel.reshape(experts, width, 2 * hidden), sizes)
     return y[:, :hidden], y[:, hidden:]

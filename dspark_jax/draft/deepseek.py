@@ -30,6 +30,7 @@ from dspark_jax.layers import (
     score_vocabulary,
 )
 from dspark_jax.moe import DeepseekMoe
+from dspark_jax.sharding import whole
 from dspark_jax.types import Params, SharedHead
 
 _FLOAT32 = {"attn_mix", "ffn_mix", "hc_head", "sink", "bias", "bias_vision"}
@@ -160,11 +161,11 @@ class DeepseekBlock(nn.Module):
         delayed = self.config.single_pass
         mix = self.attn_mix(residual)
         x = self.attn_norm(read_streams(residual, pre if delayed else mix.pre))
-        x = self.attn(x, angles, cache, layer, cache_len)
+        x = whole(self.attn(x, angles, cache, layer, cache_len))
         residual, pre = write_streams(x, residual, mix), mix.pre
         mix = self.ffn_mix(residual)
         x = self.ffn_norm(read_streams(residual, pre if delayed else mix.pre))
-        return write_streams(self.moe(x), residual, mix), mix.pre
+        return write_streams(whole(self.moe(x)), residual, mix), mix.pre
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -214,7 +215,7 @@ class DeepseekDraft:
 
     def project_context(self, params: Params, context_features: jax.Array) -> jax.Array:
         """What all blocks see of the context: [.., D] from the taps [.., M*D]."""
-        x = jnp.einsum("...m,md->...d", context_features, params["context_proj"])
+        x = whole(jnp.einsum("...m,md->...d", context_features, params["context_proj"]))
         return self._norm(params["context_norm"], x)
 
     def context_kv(
@@ -261,7 +262,7 @@ class DeepseekDraft:
         """
         cfg = self.config
         masks = jnp.full((anchor.shape[0], cfg.block_size - 1), cfg.mask_token_id, anchor.dtype)
-        x = shared.embedding[jnp.concatenate([anchor[:, None], masks], axis=1)]
+        x = whole(shared.embedding[jnp.concatenate([anchor[:, None], masks], axis=1)])
         angles = self._angles(anchor_pos[:, None] + jnp.arange(cfg.block_size))
         residual = jnp.broadcast_to(
             x[:, :, None], (*x.shape[:2], cfg.hc_mult, cfg.hidden_size)

@@ -26,6 +26,7 @@ from dspark_jax.layers import (
     rope_angles,
     score_vocabulary,
 )
+from dspark_jax.sharding import whole
 from dspark_jax.types import Params, SharedHead
 
 
@@ -78,8 +79,8 @@ class DraftLayer(nn.Module):
         q = apply_rope(self.q_norm(q), angles, interleaved=self.config.rope.interleaved)
         k, v = self.keys_values(y, angles)
         y = project(attend_fn(q, k, v), self.o, inner=2)
-        x = x + (y + self.o_bias if self.config.attention_bias else y)
-        return x + self.mlp(self.mlp_norm(x))
+        x = whole(x + (y + self.o_bias if self.config.attention_bias else y))
+        return whole(x + self.mlp(self.mlp_norm(x)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,7 +125,7 @@ class DenseDraft:
 
     def project_context(self, params: Params, context_features: jax.Array) -> jax.Array:
         """H_ctx [.., D] from the concatenated taps [.., M*D] (paper eq. 2)."""
-        x = project(context_features, params["context_proj"])
+        x = whole(project(context_features, params["context_proj"]))
         return RmsNorm(self.config.rms_norm_eps).apply({"params": params["context_norm"]}, x)
 
     def context_kv(
@@ -174,7 +175,7 @@ class DenseDraft:
         """
         cfg = self.config
         masks = jnp.full((anchor.shape[0], cfg.block_size - 1), cfg.mask_token_id, anchor.dtype)
-        x = shared.embedding[jnp.concatenate([anchor[:, None], masks], axis=1)]
+        x = whole(shared.embedding[jnp.concatenate([anchor[:, None], masks], axis=1)])
         positions = anchor_pos[:, None] + jnp.arange(cfg.block_size)
         angles = rope_angles(cfg.rope, cfg.head_dim, positions)
         for i, layer_params in enumerate(params["layers"]):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from dspark_jax.draft.confidence import confidence_logits
 from dspark_jax.sampling import GREEDY_BELOW
+from dspark_jax.sharding import axis_size, spec_here, split_axes
 from dspark_jax.types import Params, SharedHead
 
 LIKELIEST = 64  # tokens the expectation is taken over
@@ -71,6 +72,34 @@ def likeliest(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     Returns:
       Values f32[.., count], descending, and indices i32[.., count].
     """
+    size, shards = logits.shape[-1], axis_size("vocab")
+    if shards > 1 and size % shards == 0:
+        return _likeliest_of_parts(logits, count)
+    return _likeliest(logits, count)
+
+
+def _likeliest_of_parts(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """`likeliest` of a vocabulary that is split over devices: each finds its own, all compare."""
+    (axis,) = spec_here("vocab")
+
+    def part(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        values, ids = _likeliest(logits, count)
+        ids = ids + logits.shape[-1] * jax.lax.axis_index(axis)
+        last = logits.ndim - 1
+        values, ids = (jax.lax.all_gather(x, axis, axis=last, tiled=True) for x in (values, ids))
+        values, best = jax.lax.top_k(values, min(count, values.shape[-1]))
+        return values, jnp.take_along_axis(ids, best, axis=-1)
+
+    return jax.shard_map(
+        part,
+        in_specs=spec_here(*[None] * (logits.ndim - 1), "vocab"),
+        out_specs=spec_here(),
+        axis_names=set(split_axes()),
+        check_vma=False,
+    )(logits)
+
+
+def _likeliest(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     size = logits.shape[-1]
     if size <= count * GROUP:
         return jax.lax.top_k(logits, min(count, size))

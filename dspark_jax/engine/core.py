@@ -22,6 +22,7 @@ from dspark_jax.engine.requests import (
     RequestError,
     Sequence,
 )
+from dspark_jax.engine.spread import split_output
 from dspark_jax.state import Decoder
 from dspark_jax.tokenizer import Tokenizer
 from dspark_jax.types import PairParams, RoundOutput, SamplingParams, ScheduleTables
@@ -38,6 +39,7 @@ class Engine:
       dtype: type of the caches.
       tokenizer: for text and stop strings; None serves token ids only.
       progress: told what is being compiled.
+      mesh: that `params` lie on (see `place_pair`); None uses one device.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Engine:
         dtype: jnp.dtype = jnp.float32,
         tokenizer: Tokenizer | None = None,
         progress: Callable[[str], None] = lambda message: None,
+        mesh: jax.sharding.Mesh | None = None,
     ):
         if slots < 1 or capacity < 2:
             raise ValueError(
@@ -58,8 +61,9 @@ class Engine:
         self.decoder, self.params, self.tokenizer = decoder, params, tokenizer
         self.slots, self.capacity = slots, capacity
         self.programs = Programs(
-            decoder, params, slots=slots, capacity=capacity, dtype=dtype, progress=progress
-        )
+            decoder, params, slots=slots, capacity=capacity, dtype=dtype, progress=progress,
+            mesh=mesh,
+        )  # fmt: skip
         self.reset_counters()
         self.steps_per_s = {
             rows: np.ones(rows * (decoder.num_drafts + 1) + 1, np.float32)
@@ -144,7 +148,8 @@ class Engine:
         self._prefill_some()
         if not self._running:
             return []
-        rows = next(w for w in self.programs.widths if w > max(self._running))
+        highest = max(self._place(slot)[1] for slot in self._running)
+        rows = next(w for w in self.programs.widths if w > highest)
         return self._commit(self._run(rows))
 
     def run(self, requests: Iterable[Request]) -> list[Sequence]:
@@ -169,7 +174,12 @@ class Engine:
             sts_temperatures_presampled=self.sts_temperatures_presampled,
         )
 
-    def _run(self, rows: int) -> RoundOutput:
+    def _place(self, slot: int) -> tuple[int, int]:
+        """The group of a slot, and its row there."""
+        return divmod(slot, self.programs.group_slots)
+
+    def _run(self, rows: int) -> list[RoundOutput]:
+        """One round of all groups; what each said."""
         begin = time.perf_counter()
         if self.decoder.draft is None:
             self._state, output = self.programs.plain[rows](self.params, self._state)
@@ -179,13 +189,15 @@ class Engine:
             )
         output = jax.device_get(output)
         self.counters.round_s += time.perf_counter() - begin
-        return output
+        grouped = self.programs.spread is not None
+        return split_output(output, self.programs.groups) if grouped else [output]
 
     def _prefill_some(self) -> None:
         if self._prefilling is None:
             if not self._waiting or len(self._running) == self.slots:
                 return
-            slot = min(set(range(self.slots)) - set(self._running))
+            free = set(range(self.slots)) - set(self._running)
+            slot = min(free, key=lambda slot: self._place(slot)[::-1])  # groups take turns
             self._prefilling = (slot, self._waiting.popleft())
         slot, sequence = self._prefilling
         prompt = sequence.request.prompt_ids
@@ -226,19 +238,21 @@ class Engine:
         self.counters.prompt_tokens += len(request.prompt_ids)
         self._running[slot] = sequence
 
-    def _commit(self, output: RoundOutput) -> list[Emission]:
+    def _commit(self, outputs: list[RoundOutput]) -> list[Emission]:
         emissions = []
-        self.counters.count_round(output, int(output.emit_len.sum()))
+        self.counters.count_round(outputs)
         for slot, sequence in sorted(self._running.items()):
+            group, row = self._place(slot)
+            output = outputs[group]
             before = len(sequence.token_ids)
-            for token in output.tokens[slot, : int(output.emit_len[slot])]:
+            for token in output.tokens[row, : int(output.emit_len[row])]:
                 sequence.commit(int(token))
             gained = len(sequence.token_ids) - before
-            accepted = min(int(output.accept_len[slot]), gained)  # none past the end
+            accepted = min(int(output.accept_len[row]), gained)  # none past the end
             sequence.rounds += 1
-            sequence.drafted += int(output.verify_len[slot])
+            sequence.drafted += int(output.verify_len[row])
             sequence.accepted += accepted
-            self.counters.count_request(output, slot, accepted, gained)
+            self.counters.count_request(output, row, accepted, gained)
             if sequence.finish_reason is not None:
                 self._free(slot)
                 self.counters.finished += 1

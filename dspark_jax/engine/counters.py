@@ -1,6 +1,7 @@
 """What an engine counts, in total and by position in the block."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -68,23 +69,23 @@ class Counters:
         pairs = zip(self.survival_error_per_pos, self.num_draft_tokens_per_pos, strict=True)
         return [e / n if n else None for e, n in pairs]
 
-    def count_round(self, output: RoundOutput, emitted: int) -> None:
+    def count_round(self, outputs: Sequence[RoundOutput]) -> None:
         """Counts what concerns the round as a whole.
 
         Args:
-          output: on the host.
-          emitted: tokens that all requests emitted.
+          outputs: of every group of slots, on the host.
         """
         self.rounds += 1
-        self.verified_rows += int(output.verify_rows)
-        self.wasted_rows += int(output.verify_rows) - emitted
+        for output in outputs:
+            self.verified_rows += int(output.verify_rows)
+            self.wasted_rows += int(output.verify_rows) - int(output.emit_len.sum())
 
     def count_request(self, output: RoundOutput, slot: int, accepted: int, gained: int) -> None:
         """Counts one request's part of a round.
 
         Args:
           output: on the host.
-          slot: the request's row.
+          slot: the request's row in it.
           accepted: accepted drafts that became part of the text.
           gained: tokens the text gained.
         """

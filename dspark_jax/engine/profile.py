@@ -15,7 +15,9 @@ import numpy as np
 
 from dspark_jax import __version__
 from dspark_jax.calibrate import load_calibration
+from dspark_jax.config_deepseek import DeepseekDraftConfig
 from dspark_jax.decode import decode_round
+from dspark_jax.draft.protocol import Draft
 from dspark_jax.engine.core import Engine
 from dspark_jax.engine.load import Pair
 from dspark_jax.engine.programs import row_buckets, row_widths, schedule_table_shapes
@@ -35,19 +37,26 @@ def sps_key(pair: Pair) -> SpsKey:
     kind = jax.devices()[0].device_kind
     if kind == "cpu":
         kind = f"{os.cpu_count()}-core {platform.machine()} cpu"
-    draft = "none"
-    if pair.draft is not None:
-        config = pair.draft.config
-        draft = (
-            f"{config.num_hidden_layers} layers of width {config.hidden_size}, "
-            f"{config.num_drafts} drafts, {config.markov_head_type or 'no'} Markov head of rank "
-            f"{config.markov_rank}"
-        )
     return SpsKey(
-        device=f"{jax.device_count()}x {kind}", model=pair.name, draft=draft,
+        device=f"{jax.device_count()}x {kind}", model=pair.name, draft=draft_key(pair.draft),
         dtype=np.dtype(pair.dtype).name,
         versions=(("dspark_jax", __version__), ("jax", jax.__version__)),
     )  # fmt: skip
+
+
+def draft_key(draft: Draft | None) -> str:
+    """What of a draft sets its cost, in words."""
+    if draft is None:
+        return "none"
+    config = draft.config
+    if isinstance(config, DeepseekDraftConfig):
+        layers, kind = config.num_stages, "vanilla"
+    else:
+        layers, kind = config.num_hidden_layers, config.markov_head_type or "no"
+    return (
+        f"{layers} layers of width {config.hidden_size}, {config.num_drafts} drafts, "
+        f"{kind} Markov head of rank {config.markov_rank}"
+    )
 
 
 def measure_table(
@@ -261,8 +270,9 @@ def _time_bucket(
     undrafted = bucket == 0
     drafts = np.full(rows, max(bucket // rows - 1, 0))
     drafts[: max(bucket - drafts.sum() - rows, 0)] += 1
-    slots = np.arange(engine.slots)
-    remaining = np.zeros(engine.slots, np.int32)
+    programs = engine.programs
+    of_group = np.arange(engine.slots) % programs.group_slots  # every group runs the same
+    remaining = np.zeros(programs.group_slots, np.int32)
     remaining[:rows] = drafts + 1
     flat = np.ones_like(engine.steps_per_s[rows])  # every draft that fits is worth verifying
     flat[0] = np.float32(1e9) if undrafted else 0.0  # and drafting never, or always, pays
@@ -272,11 +282,12 @@ def _time_bucket(
         begin = time.perf_counter()
         for _ in range(CHAIN):  # the same round again: small arrays go in, nothing is awaited
             state = state.replace(
-                anchor_pos=np.full(engine.slots, position, np.int32),
-                remaining=remaining.copy(),
-                active=slots < rows,
+                anchor_pos=programs.put_slots(np.full(engine.slots, position, np.int32)),
+                remaining=programs.put_slots(np.tile(remaining, programs.groups)),
+                active=programs.put_slots(of_group < rows),
             )
-            state, output = engine.programs.round[rows](engine.params, state, tables)
+            state, output = programs.round[rows](engine.params, state, tables)
         jax.block_until_ready(output)
         times.append((time.perf_counter() - begin) / CHAIN)
-    return state, float(np.median(times[1:])), rows + int(output.verify_len[:rows].sum())
+    scheduled = int(np.asarray(output.verify_len).reshape(-1)[:rows].sum())  # of group 0
+    return state, float(np.median(times[1:])), rows + scheduled

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.decode import decode_round, plain_step, prefill
+from dspark_jax.engine.spread import Spread
 from dspark_jax.state import Decoder, DecodeState, admit, init_state, release
 from dspark_jax.types import PairParams, SamplingParams, ScheduleTables
 
@@ -58,6 +59,12 @@ class Programs:
       capacity: C, tokens per slot.
       dtype: type of the caches.
       progress: told the name of each program before it is compiled.
+      mesh: to spread slots and models over; None uses one device.
+
+    Attributes:
+      groups: of slots that decode on their own, side by side; 1 without a mesh.
+      group_slots: slots of each.
+      widths: batch widths R of a group's programs.
     """
 
     def __init__(
@@ -69,14 +76,21 @@ class Programs:
         capacity: int,
         dtype: jnp.dtype,
         progress: Callable[[str], None] = lambda message: None,
+        mesh: jax.sharding.Mesh | None = None,
     ):
         self.decoder = decoder
         self.capacity = capacity
         self.chunks = tuple(c for c in PREFILL_CHUNKS if c < capacity) or (capacity,)
-        self.widths = row_widths(slots)
-        self._make_state = functools.partial(init_state, decoder, slots, capacity, dtype)
+        self.groups, self.group_slots, self.spread = 1, slots, None
         self._params = jax.tree.map(_shape, params)
-        self._state = jax.eval_shape(self._make_state)
+        if mesh is None:
+            self._make_state = functools.partial(init_state, decoder, slots, capacity, dtype)
+            self._state = jax.eval_shape(self._make_state)
+        else:
+            self.spread = Spread(mesh, decoder, slots=slots, capacity=capacity, dtype=dtype)
+            self.groups, self.group_slots = self.spread.groups, self.spread.group_slots
+            self._params, self._state = self.spread.params(self._params), self.spread.state
+        self.widths = row_widths(self.group_slots)
         self.prefill, self.round, self.plain = {}, {}, {}
         jobs = list(self._jobs())
         for i, (name, table, key, job) in enumerate(jobs):
@@ -87,7 +101,13 @@ class Programs:
 
     def new_state(self) -> DecodeState:
         """Empty slots."""
+        if self.spread is not None:
+            return self.spread.new_state()
         return jax.jit(self._make_state)()
+
+    def put_slots(self, values: np.ndarray) -> np.ndarray | jax.Array:
+        """An array by slot [S] as the programs take it."""
+        return values if self.spread is None else self.spread.put_slots(values)
 
     def buckets(self, rows: int) -> tuple[int, ...]:
         """Flat verify rows compiled for width `rows`."""
@@ -97,28 +117,45 @@ class Programs:
         return row_buckets(rows, longest, adaptive=schedule.policy != "full")
 
     def _jobs(self) -> Iterator[tuple[str, dict, int, Callable]]:
+        prefills = functools.partial(prefill, self.decoder)
+        if self.spread is not None:
+            prefills = self.spread.prefill()
         for chunk in self.chunks:
             tokens = jax.ShapeDtypeStruct((chunk,), np.int32)
             yield f"prefill of {chunk} tokens", self.prefill, chunk, functools.partial(
-                self._compile, functools.partial(prefill, self.decoder),
+                self._compile, prefills,
                 self._params, self._state, *_ints(1), tokens, *_ints(2), donate=1,
             )  # fmt: skip
         for rows in self.widths:
-            function = functools.partial(plain_step, self.decoder, rows=rows)
             if self.decoder.draft is None:
                 yield f"plain step of {rows} requests", self.plain, rows, functools.partial(
-                    self._compile, function, self._params, self._state, donate=1
-                )
+                    self._compile, self._plain(rows), self._params, self._state,
+                    donate=1, output=True,
+                )  # fmt: skip
                 continue
-            function = functools.partial(
-                decode_round, self.decoder, rows=rows, buckets=self.buckets(rows)
-            )
             tables = schedule_table_shapes(rows, self.decoder.num_drafts)
             yield f"round of {rows} requests", self.round, rows, functools.partial(
-                self._compile, function, self._params, self._state, tables, donate=1
-            )
+                self._compile, self._round(rows), self._params, self._state, tables,
+                donate=1, output=True,
+            )  # fmt: skip
 
-    def _compile(self, function: Callable, *shapes: object, donate: int = 0) -> Callable:
+    def _plain(self, rows: int) -> Callable:
+        if self.spread is not None:
+            return self.spread.plain_step(rows)
+        return functools.partial(plain_step, self.decoder, rows=rows)
+
+    def _round(self, rows: int) -> Callable:
+        buckets = self.buckets(rows)
+        if self.spread is not None:
+            return self.spread.decode_round(rows, buckets)
+        return functools.partial(decode_round, self.decoder, rows=rows, buckets=buckets)
+
+    def _compile(
+        self, function: Callable, *shapes: object, donate: int = 0, output: bool = False
+    ) -> Callable:
+        """Compiles a function that returns the state, and a round's output where `output`."""
+        if self.spread is not None:
+            return self.spread.compile(function, *shapes, donate=donate, output=output)
         return jax.jit(function, donate_argnums=donate).lower(*shapes).compile()
 
 

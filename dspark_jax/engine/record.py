@@ -85,16 +85,18 @@ class RecordingEngine(Engine):
             source=source,
         )
 
-    def _run(self, *args) -> RoundOutput:
-        output = super()._run(*args)
+    def _run(self, *args) -> list[RoundOutput]:
+        outputs = super()._run(*args)
         for slot, sequence in self._running.items():
+            group, row = self._place(slot)
+            output = outputs[group]
             self._rounds.append(
                 _Round(
                     sequence=sequence,
-                    confidence=output.confidence[slot].copy(),
-                    presampled=output.presampled[slot].copy(),
-                    accept_len=int(output.accept_len[slot]),
-                    verify_len=int(output.verify_len[slot]),
+                    confidence=output.confidence[row].copy(),
+                    presampled=output.presampled[row].copy(),
+                    accept_len=int(output.accept_len[row]),
+                    verify_len=int(output.verify_len[row]),
                 )
             )
-        return output
+        return outputs

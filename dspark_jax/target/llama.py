@@ -27,6 +27,7 @@ from dspark_jax.layers import (
     score_vocabulary,
 )
 from dspark_jax.moe import MoeMlp
+from dspark_jax.sharding import whole
 from dspark_jax.types import Packing, Params, SharedHead, TargetOutput
 
 AttendFn = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -71,11 +72,11 @@ class DecoderLayer(nn.Module):
         y = project(y, out, inner=3)
         if cfg.attention_bias:
             y = y + self.param("o_bias", nn.initializers.zeros_init(), (width,))
-        x = x + y
+        x = whole(x + y)
         mlp = (
             MoeMlp(cfg.moe, name="mlp") if cfg.moe else GatedMlp(cfg.intermediate_size, name="mlp")
         )
-        return x + mlp(RmsNorm(cfg.rms_norm_eps, name="mlp_norm")(x)), k, v
+        return whole(x + mlp(RmsNorm(cfg.rms_norm_eps, name="mlp_norm")(x))), k, v
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -210,7 +211,7 @@ class LlamaTarget:
         self, params: Params, tokens: jax.Array, positions: jax.Array, attend_fn: Callable
     ) -> TargetOutput:
         cfg = self.config
-        x = params["embedding"][tokens]
+        x = whole(params["embedding"][tokens])
         angles = rope_angles(cfg.rope, cfg.head_dim, positions)
 
         def run_layer(x: jax.Array, layer_params: Params, layer: jax.Array | int) -> tuple:
@@ -232,7 +233,7 @@ class LlamaTarget:
             new_k, new_v = jnp.stack(keys), jnp.stack(values)
         hidden = RmsNorm(cfg.rms_norm_eps).apply({"params": params["norm"]}, x)
         features = [taps[i] for i in self.tap_layer_ids]
-        context = jnp.concatenate(features, axis=-1) if features else x[..., :0]
+        context = whole(jnp.concatenate(features, axis=-1)) if features else x[..., :0]
         return TargetOutput(hidden=hidden, context_features=context, new_k=new_k, new_v=new_v)
 
     def _scan(self, run_layer: Callable, x: jax.Array, layers: Params, taps: dict) -> tuple:
