@@ -19,9 +19,9 @@ class BlockSizes:
 # of it per core, tpu7x has 64. Faster memory wants longer transfers to stay busy.
 BLOCK_SIZES = {
     "v5e": BlockSizes(),
-    "v6e": BlockSizes(context_rows=512, vocab_columns=4096, vmem_limit_bytes=64 * 2**20),
-    "v5p": BlockSizes(context_rows=512, vocab_columns=4096, vmem_limit_bytes=64 * 2**20),
-    "7x": BlockSizes(context_rows=512, vocab_columns=4096, vmem_limit_bytes=48 * 2**20),
+    "v6e": BlockSizes(context_rows=512, vmem_limit_bytes=64 * 2**20),
+    "v5p": BlockSizes(context_rows=512, vmem_limit_bytes=64 * 2**20),
+    "7x": BlockSizes(context_rows=512, vmem_limit_bytes=48 * 2**20),
 }
 
 

@@ -13,16 +13,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.chips import BlockSizes, round_up
+from pallas_kernels.matmul import dot
 
 _MASKED = -1e30  # finite, so that a fully masked step leaves no NaN
 _LANES = 128
-
-
-def _dot(a: jax.Array, b: jax.Array, contract: int) -> jax.Array:
-    """a @ b over b's axis `contract`; float32 operands keep their precision."""
-    exact = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    dims = (((1,), (contract,)), ((), ()))
-    return jax.lax.dot_general(a, b, dims, precision=exact, preferred_element_type=jnp.float32)
 
 
 def _body(
@@ -36,12 +30,12 @@ def _body(
     begin = (jax.lax.div(first, jnp.int32(page_size)) + step) * page_size
 
     def merge(g: int, keys: jax.Array, values: jax.Array, seen: jax.Array, fresh: bool) -> None:
-        s = jnp.where(seen, _dot(q[0, g], keys, 1) * scale, _MASKED)
+        s = jnp.where(seen, dot(q[0, g], keys, contract=1) * scale, _MASKED)
         old = jnp.full((s.shape[0], 1), _MASKED) if fresh else top[g][:, :1]
         peak = jnp.maximum(old, s.max(axis=1, keepdims=True))
         weights = jnp.where(seen, jnp.exp(s - peak), 0.0)
         mass = weights.sum(axis=1, keepdims=True)
-        sums = _dot(weights.astype(values.dtype), values, 0)
+        sums = dot(weights.astype(values.dtype), values, contract=0)
         if not fresh:
             decay = jnp.exp(old - peak)
             mass, sums = mass + total[g][:, :1] * decay, sums + acc[g] * decay

@@ -14,11 +14,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.chips import BlockSizes, round_up
 from pallas_kernels.markov_sample.ref import Draw
+from pallas_kernels.matmul import dot
 from pallas_kernels.noise import gumbel_at, is_key
 from pallas_kernels.vocab import fold_best, perturb, scale
 
 _GROUP = 256  # requests that share a tile of W2
-_TILE_BYTES = 2 * 2**20  # of float32 logits, which bounds the columns when requests are many
+_TILE_BYTES = 2**19  # of float32 logits, which bounds the columns when requests are many
 
 
 def _body(first, latent, w2, base, temperature, *refs, vocab: int, noises: int, keep: bool):
@@ -32,11 +33,7 @@ def _body(first, latent, w2, base, temperature, *refs, vocab: int, noises: int, 
         total[...] = jnp.zeros_like(total)
         token[...] = jnp.zeros_like(token)
 
-    exact = jax.lax.Precision.HIGHEST if latent.dtype == jnp.float32 else None
-    bias = jax.lax.dot_general(
-        latent[...], w2[...], (((1,), (1,)), ((), ())),
-        precision=exact, preferred_element_type=jnp.float32,
-    )  # fmt: skip
+    bias = dot(latent[...], w2[...], contract=1)
     logits = base[...].astype(jnp.float32) + bias
     if keep:
         refs[5][...] = logits

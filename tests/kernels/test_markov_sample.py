@@ -83,7 +83,7 @@ def _loops(x: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         normaliser = np.log(np.sum(np.exp(scaled - scaled.max()))) + scaled.max()
         rows.append((token, scaled[token], normaliser, logits))
     names = ("token", "token_logit", "log_normaliser", "logits")
-    return {name: np.array(column) for name, column in zip(names, zip(*rows), strict=True)}
+    return {name: np.array([row[i] for row in rows]) for i, name in enumerate(names)}
 
 
 def _assert_sample(sample: ops.MarkovSample, expected: dict[str, np.ndarray]) -> None:

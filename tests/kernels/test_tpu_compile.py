@@ -1,0 +1,188 @@
+"""The real TPU compiler takes every kernel, at sizes that are served, for every kind of chip.
+
+The number of kernels in the compiled program is what shows that none fell back to its reference.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dspark_jax.aot.topology import has_compiler, load_topology
+from pallas_kernels.draft_attention.ops import draft_attention, draft_attention_paged
+from pallas_kernels.markov_sample.ops import markov_sample
+from pallas_kernels.speculative_accept.ops import speculative_accept
+from pallas_kernels.window_attention.ops import window_attention
+
+pytestmark = [
+    pytest.mark.tpu_aot,
+    pytest.mark.skipif(not has_compiler(), reason="libtpu is not installed: pip install libtpu"),
+]
+
+ONE_CHIP = ("v5e:1x1", "v6e:1x1", "v5p:1x1x1", "tpu7x:1x1x1")
+FOUR_CHIPS = ("v5e:2x2", "v6e:2x2", "v5p:2x2x1", "tpu7x:2x2x1")
+SIXTEEN_CHIPS = ("v5e:4x4", "v6e:4x4", "v5p:2x2x4", "tpu7x:2x2x4")
+F32, BF16, I32, U32 = jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint32
+
+# Qwen3-8B's draft (K = 7), SmolLM2's, and DeepSeek V4.1's (K = 5), with a few requests.
+R, K, V, Q = 8, 7, 151936, 256
+
+
+def _accept(method: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda x: speculative_accept(**x, method=method)
+
+
+_LOGITS = dict(
+    target_logits=((R, K + 1, V), F32), draft_tokens=((R, K), I32), verify_len=((R,), I32),
+    temperature=((R,), F32),
+)  # fmt: skip
+
+# name -> function of a dict of arrays, their shapes and types, kernels expected.
+PROGRAMS: dict[str, tuple[Callable, dict[str, tuple], int]] = {
+    "draft_attention": (
+        lambda x: draft_attention(**x, layer=1, first_slot=0, scale=0.1),
+        dict(
+            q=((R, K, 32, 128), BF16), new_k=((R, K, 8, 128), BF16), new_v=((R, K, 8, 128), BF16),
+            k_cache=((5, R, 8, 4096, 128), BF16), v_cache=((5, R, 8, 4096, 128), BF16),
+            cache_len=((R,), I32),
+        ),
+        1,
+    ),
+    "draft_attention_small_float32": (
+        lambda x: draft_attention(**x, layer=0, first_slot=0, scale=0.1, window=512),
+        dict(
+            q=((1, 5, 9, 64), F32), new_k=((1, 5, 3, 64), F32), new_v=((1, 5, 3, 64), F32),
+            k_cache=((2, 1, 3, 1000, 64), F32), v_cache=((2, 1, 3, 1000, 64), F32),
+            cache_len=((1,), I32),
+        ),
+        1,
+    ),
+    "draft_attention_paged": (
+        lambda x: draft_attention_paged(**x, scale=0.1, window=2048),
+        dict(
+            q=((R, K, 32, 128), BF16), new_k=((R, K, 8, 128), BF16), new_v=((R, K, 8, 128), BF16),
+            k_pages=((512, 8, 64, 128), BF16), v_pages=((512, 8, 64, 128), BF16),
+            page_table=((R, 64), I32), cache_len=((R,), I32),
+        ),
+        1,
+    ),
+    "window_attention": (
+        lambda x: window_attention(**x, layer=2, first_slot=0, scale=512**-0.5),
+        dict(
+            q=((R, 5, 128, 512), BF16), new_kv=((R, 5, 512), BF16),
+            cache=((3, R, 128, 512), BF16), cache_len=((R,), I32), sink=((128,), F32),
+        ),
+        1,
+    ),
+    "accept_standard": (
+        _accept("standard"),
+        _LOGITS | dict(draft_logits=((R, K, V), F32), uniforms=((R, K), F32), noise=((R, 2), U32)),
+        3,
+    ),
+    "accept_coupled": (_accept("coupled"), _LOGITS | dict(noise=((R, K + 1, 2), U32)), 1),
+    "accept_greedy": (_accept("greedy"), _LOGITS, 1),
+    "markov_sample": (
+        lambda x: markov_sample(**x, keep_logits=True),
+        dict(
+            previous=((R,), I32), w1=((V, Q), BF16), w2=((V, Q), BF16), base_logits=((R, V), F32),
+            temperature=((R,), F32), noise=((R, 2), U32),
+        ),
+        1,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_compilation_cache():
+    """Programs for a chip that is not here cannot be loaded back."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+
+
+@functools.cache
+def _mesh(topology: str) -> Mesh:
+    """All devices of a topology in one axis; of one chip, one device."""
+    devices = load_topology(topology).devices
+    devices = devices[:1] if topology in ONE_CHIP else devices
+    return Mesh(np.array(devices), ("model",), axis_types=(AxisType.Auto,))
+
+
+def _compile(
+    function: Callable, shapes: dict[str, tuple], mesh: Mesh, specs: dict[str, P]
+) -> jax.stages.Compiled:
+    operands = {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, specs.get(name, P())))
+        for name, (shape, dtype) in shapes.items()
+    }
+    with jax.set_mesh(mesh):  # the kernel asks it for the chip
+        return jax.jit(function).lower(operands).compile()
+
+
+def _kernels(compiled: jax.stages.Compiled) -> int:
+    return compiled.as_text().count('custom_call_target="tpu_custom_call"')
+
+
+@pytest.mark.parametrize("topology", ONE_CHIP)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_auto_compiles_to_the_kernel(name, topology):
+    function, shapes, kernels = PROGRAMS[name]
+    compiled = _compile(function, shapes, _mesh(topology), {})
+    assert _kernels(compiled) == kernels
+    if name.startswith("accept"):  # of the logits, two rows per request at most are written down
+        rows = 2 if name == "accept_standard" else 0
+        assert compiled.memory_analysis().temp_size_in_bytes < rows * R * V * 4 + 2**20
+
+
+@pytest.mark.parametrize("topology", FOUR_CHIPS + SIXTEEN_CHIPS)
+@pytest.mark.parametrize("name", ["markov_sample", "accept_standard"])
+def test_a_sharded_vocabulary_gathers_a_few_numbers(name, topology):
+    mesh = _mesh(topology)
+    vocab = 2048 * mesh.size
+    specs = {
+        "w2": P("model"), "base_logits": P(None, "model"),
+        "target_logits": P(None, None, "model"), "draft_logits": P(None, None, "model"),
+    }  # fmt: skip
+    _, shapes, kernels = PROGRAMS[name]
+    shapes = {
+        key: (tuple(vocab if size == V else size for size in shape), dtype)
+        for key, (shape, dtype) in shapes.items()
+    }
+    specs = {key: specs.get(key, P()) for key in shapes}
+
+    def run(x: dict[str, jax.Array]) -> Any:
+        if name == "markov_sample":
+            return tuple(markov_sample(**x, axis_name="model"))[:3]
+        return tuple(speculative_accept(**x, method="standard", axis_name="model"))
+
+    sharded = jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False)
+    compiled = _compile(sharded, shapes, mesh, specs)
+    assert _kernels(compiled) == kernels
+    gathers = [
+        line.split("all-gather")[0] for line in compiled.as_text().splitlines()
+        if " all-gather(" in line or " all-gather-start(" in line
+    ]  # fmt: skip
+    assert gathers
+    assert not any(str(vocab) in line or str(vocab // mesh.size) in line for line in gathers)
+
+
+@pytest.mark.parametrize("topology", FOUR_CHIPS)
+def test_heads_are_split_under_shard_map_and_left_to_the_reference_without(topology):
+    function, shapes, kernels = PROGRAMS["draft_attention"]
+    mesh = _mesh(topology)
+    heads = {
+        "q": P(None, None, "model"), "new_k": P(None, None, "model"), "cache_len": P(),
+        "new_v": P(None, None, "model"), "k_cache": P(None, None, "model"),
+        "v_cache": P(None, None, "model"),
+    }  # fmt: skip
+    sharded = jax.shard_map(
+        function, mesh=mesh, in_specs=(heads,), out_specs=heads["q"], check_vma=False
+    )
+    assert _kernels(_compile(sharded, shapes, mesh, heads)) == kernels
+    assert _kernels(_compile(function, shapes, mesh, heads)) == 0
