@@ -8,7 +8,7 @@ goes on behind the last complete parameter.
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -222,8 +222,7 @@ def pieces(source: Source, leaf: Leaf, rule: TensorRule) -> Iterator[list[np.nda
         names = rule.names[begin : begin + step]
         if leaf.form == "plain":
             dtype = np.dtype(leaf.dtype)
-            parts = [source.plain.read(name).astype(dtype, copy=False) for name in names]
-            yield [rule.pack(*parts)]
+            yield [_pack(rule, (source.plain.read(n).astype(dtype, copy=False) for n in names))]
         elif source.raw.dtype(names[0]) in FLOAT_TYPES or _recast(source, leaf, names[0]):
             pairs = [quantise_fp8(_float32(source, name), leaf.block) for name in names]
             yield [stack(side, rule.group) for side in zip(*pairs, strict=True)]
@@ -231,6 +230,11 @@ def pieces(source: Source, leaf: Leaf, rule: TensorRule) -> Iterator[list[np.nda
             codes = [source.raw.read(name).view(np.uint8) for name in names]
             scales = [source.raw.read(scale_of(name)).view(np.uint8) for name in names]
             yield [stack(codes, rule.group), stack(scales, rule.group)]
+
+
+def _pack(rule: TensorRule, parts: Iterable[np.ndarray]) -> np.ndarray:
+    """Packs tensors that nothing holds on to while the result is written."""
+    return rule.pack(*parts)
 
 
 def _recast(source: Source, leaf: Leaf, name: str) -> bool:

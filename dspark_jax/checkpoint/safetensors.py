@@ -1,6 +1,7 @@
 """Safetensors files, single or sharded, read one tensor at a time."""
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -85,16 +86,23 @@ class TensorReader:
           KeyError: no such tensor.
           ValueError: of a type NumPy does not have, or the file was cut while it was open.
         """
+        return self._read(name, 0, None).reshape(self.shape(name))
+
+    def _read(self, name: str, first: int, count: int | None) -> np.ndarray:
+        """Values of a tensor from `first` on, in C order; None is all."""
         _, stored, path = self._files[name]
         if (kind := self.dtype(name)) not in NUMPY_TYPES:
             raise ValueError(f"{path}: {stored} is {kind}; expected one of {sorted(NUMPY_TYPES)}.")
         if path not in self._offsets:
             self._offsets[path] = _data_offsets(path)
         begin, end = self._offsets[path][stored]
-        data = np.fromfile(path, np.uint8, count=end - begin, offset=begin)
-        if data.size != end - begin:
+        dtype = NUMPY_TYPES[kind]
+        count = (end - begin) // dtype.itemsize if count is None else count
+        at, size = begin + first * dtype.itemsize, count * dtype.itemsize
+        data = np.fromfile(path, np.uint8, count=size, offset=at)
+        if data.size != size:
             raise ValueError(f"{path} was cut while it was being read; fetch it again.")
-        return data.view(NUMPY_TYPES[kind]).reshape(self.shape(name))
+        return data.view(dtype)
 
     def read_rows(self, name: str, rows: np.ndarray) -> np.ndarray:
         """Some rows of one tensor, without reading the rest.
@@ -106,9 +114,10 @@ class TensorReader:
         Returns:
           [n, ..], in the stored type.
         """
-        file, stored, _ = self._files[name]
-        part = file.get_slice(stored)
-        return np.concatenate([part[int(row) : int(row) + 1] for row in rows])
+        rest = self.shape(name)[1:]
+        width = math.prod(rest)
+        parts = [self._read(name, int(row) * width, width) for row in rows]
+        return np.stack(parts).reshape(len(rows), *rest)
 
 
 def save_tensors(path: str | Path, tensors: Mapping[str, np.ndarray]) -> None:

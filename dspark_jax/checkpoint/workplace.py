@@ -58,6 +58,15 @@ class Workplace:
             )
         self.destination.parent.mkdir(parents=True, exist_ok=True)
         self._acquire()
+        try:
+            self._prepare()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _prepare(self) -> None:
+        """Takes up what an earlier attempt left, or begins."""
         progress = self._read_progress()
         if progress.get("key") == self._key:
             self.sha256 = progress["sha256"]
@@ -69,7 +78,6 @@ class Workplace:
         self._check_space()
         self.directory.mkdir(exist_ok=True)
         self._write_progress()
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._lock_path().unlink(missing_ok=True)

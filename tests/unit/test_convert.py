@@ -1,0 +1,405 @@
+"""`tools/convert.py`: what goes in comes out, in every form, and nothing half-written stays."""
+
+import errno
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dspark_jax.checkpoint import convert as conversion
+from dspark_jax.checkpoint import workplace
+from dspark_jax.checkpoint.deepseek import load_deepseek_draft
+from dspark_jax.checkpoint.draft import load_draft
+from dspark_jax.checkpoint.fingerprint import fingerprint_target
+from dspark_jax.checkpoint.orbax_layout import Manifest, OrbaxReader, chunk_shape
+from dspark_jax.checkpoint.safetensors import TensorReader
+from dspark_jax.checkpoint.target import load_target
+from dspark_jax.engine.load import load_pair
+from tests.deepseek_models import write_deepseek
+from tests.models import write_draft, write_target
+from tests.unit.draft_files import golden_target, read_files, to_speculators, write_files
+from tools import convert, parity
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+GOLDEN = ROOT / "tests" / "golden"
+QUANTISED = GOLDEN / "v41_tiny_quantized"
+FOLDERS = {
+    "v41_tiny_quantized": load_deepseek_draft,
+    "v4_tiny": load_deepseek_draft,
+    "llama_tiny": load_target,
+    "qwen3_moe_tiny": load_target,
+    "qwen3_gated/draft": lambda at, **kw: load_draft(at, *golden_target("qwen3_gated"), **kw),
+}  # fmt: skip
+
+
+def _run(*arguments: object) -> int:
+    return convert.main([str(argument) for argument in arguments])
+
+
+def _same(got: object, expected: object) -> None:
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+def _left(folder: Path) -> list[str]:
+    """What lies beside a source after a conversion."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_converted_loads_as_the_source_does_and_comes_back_with_its_bytes(name, tmp_path):
+    """Bit for bit: in float32 from what was stored, in bfloat16 from what was rounded."""
+    source, load = GOLDEN / name, FOLDERS[name]
+    assert _run(source, tmp_path / "stored") == 0
+    assert _run(source, tmp_path / "halved", "--dtype", "bfloat16") == 0
+    assert _run(tmp_path / "stored", tmp_path / "back", "--to", "hf") == 0
+    _same(load(tmp_path / "stored")[1:], load(source)[1:])
+    halved = {"dtype": jnp.bfloat16}
+    _same(load(tmp_path / "halved", **halved)[1:], load(source, **halved)[1:])
+    assert load(tmp_path / "stored")[0] == load(source)[0]
+    stored, back = TensorReader(source), TensorReader(tmp_path / "back")
+    left_out = Manifest.read(tmp_path / "stored").left_out
+    assert back.names() == stored.names() - {*left_out}
+    assert all(re.match(r"layers\.|norm\.|hc_head_", name) for name in left_out)
+    for tensor in back.names():
+        assert back.dtype(tensor) == stored.dtype(tensor)
+        assert back.read(tensor).tobytes() == stored.read(tensor).tobytes(), tensor
+    assert (tmp_path / "back" / "config.json").read_bytes() == (source / "config.json").read_bytes()
+    assert _left(tmp_path) == ["back", "halved", "stored"]
+
+
+def test_parity_of_a_converted_model(tmp_path):
+    """The golden vectors again, the draft read from a conversion to float32."""
+    assert _run(GOLDEN / "v41_tiny", tmp_path / "model", "--dtype", "float32") == 0
+    shutil.copy(GOLDEN / "v41_tiny" / "outputs.safetensors", tmp_path / "model")
+    results = [r for r in parity.check_folder(tmp_path / "model") if not r.skipped]
+    assert len(results) == 9 and all(r.ok for r in results)
+
+
+def test_other_layouts_keep_their_names_and_loads(tmp_path):
+    """A speculators draft, sharded, under a prefix."""
+    hf, tensors = to_speculators(*read_files(GOLDEN / "qwen3_vanilla" / "draft"))
+    tensors = {f"model.{name}": value for name, value in tensors.items()}
+    write_files(tmp_path / "source", hf, tensors, shards=3)
+    assert _run(tmp_path / "source", tmp_path / "made") == 0
+    assert _run(tmp_path / "made", tmp_path / "back", "--to", "hf") == 0
+    target = golden_target("qwen3_vanilla")
+    _same(load_draft(tmp_path / "made", *target)[1:], load_draft(tmp_path / "source", *target)[1:])
+    assert TensorReader(tmp_path / "back").names() == tensors.keys()
+
+
+def test_a_float8_conversion_of_fp4_loses_nothing(tmp_path):
+    """And of other matrices no more than FP8 must; tables stay."""
+    assert _run(QUANTISED, tmp_path / "eight", "--dtype", "float8") == 0
+    _same(load_deepseek_draft(tmp_path / "eight")[1], load_deepseek_draft(QUANTISED)[1])
+    assert _run(GOLDEN / "llama_tiny", tmp_path / "llama", "--dtype", "float8") == 0
+    exact, rounded = (load_target(f)[1] for f in (GOLDEN / "llama_tiny", tmp_path / "llama"))
+    _same(rounded["embedding"], exact["embedding"])
+    down, error = (
+        np.asarray(exact["layers"][0]["mlp"]["down"]),
+        np.abs(rounded["layers"][0]["mlp"]["down"] - exact["layers"][0]["mlp"]["down"]),
+    )
+    assert 0 < error.max() <= np.abs(down).max() / 16
+    assert _run(tmp_path / "llama", tmp_path / "back", "--to", "hf") == 0
+    assert TensorReader(tmp_path / "back").dtype("model.layers.0.mlp.down_proj.weight") == "BF16"
+
+
+def test_orbax_restores_it_whole_and_over_a_mesh(tmp_path):
+    made = tmp_path / "made"
+    assert _run(QUANTISED, made, "--mesh", "expert=2,model=2", "--dtype", "bfloat16") == 0
+    kernel = load_deepseek_draft(made, dtype=jnp.bfloat16)[1]["layers"][1]["moe"]["gate_up"]
+    mesh = jax.make_mesh((2, 2), ("expert", "model"))
+    split = NamedSharding(mesh, PartitionSpec("expert", None, None, "model"))
+
+    def shape(path: tuple, x: np.ndarray) -> jax.ShapeDtypeStruct:
+        own = split if path[-1].key == "gate_up" else NamedSharding(mesh, PartitionSpec())
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own)
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        whole = checkpointer.restore(made / "params")
+        shapes = jax.tree_util.tree_map_with_path(shape, whole)
+        spread = checkpointer.restore(made / "params", shapes)
+    np.testing.assert_array_equal(whole["layers"]["1"]["moe"]["gate_up"], kernel)
+    got = spread["layers"]["1"]["moe"]["gate_up"]
+    np.testing.assert_array_equal(got, kernel)
+    assert got.addressable_shards[0].data.shape == (3, 64, 2, 16)
+    stored = json.loads((made / "params" / "layers.1.moe.gate_up" / ".zarray").read_text())
+    assert stored["chunks"] == [1, 64, 2, 16]  # a device reads whole files, an expert each
+
+
+def test_files_of_an_array_suit_mesh_and_size():
+    assert chunk_shape((8, 6), 4, parts=(2, 1)) == (4, 6)
+    assert chunk_shape((12, 5), 2, entries=1, parts=(4, 1)) == (1, 5)
+    chunk = chunk_shape((129280, 5120), 4, parts=(8, 1))
+    assert 129280 // 8 % chunk[0] == 0 and chunk[0] * chunk[1] * 4 <= 128 << 20
+    assert chunk_shape((), 4) == ()
+
+
+@pytest.mark.parametrize("after", [1, 40])
+def test_an_interrupted_conversion_goes_on(after, tmp_path, monkeypatch, capsys):
+    """Ctrl-C leaves nothing at DST; the same command writes only what is missing."""
+    assert _run(QUANTISED, tmp_path / "whole") == 0
+    written, write = [], conversion._write
+
+    def counting(directory, source, leaf, *rest) -> dict:
+        if len(written) == after:
+            raise KeyboardInterrupt
+        written.append(leaf.path)
+        return write(directory, source, leaf, *rest)
+
+    monkeypatch.setattr(conversion, "_write", counting)
+    assert _run(QUANTISED, tmp_path / "made") == 1
+    assert "interrupted; the same command goes on" in capsys.readouterr().err
+    assert _left(tmp_path) == [".made.partial", "whole"]
+    first, after = list(written), -1
+    assert _run(QUANTISED, tmp_path / "made") == 0
+    assert "parts are there already" in capsys.readouterr().err
+    assert not set(written[len(first) :]) & set(first)
+    manifest = Manifest.read(tmp_path / "made")
+    assert manifest == Manifest.read(tmp_path / "whole")
+    assert len(written) == len(manifest.leaves)
+    assert _run("--verify", tmp_path / "made") == 0
+    assert _left(tmp_path) == ["made", "whole"]
+
+
+def test_other_settings_start_over(tmp_path, monkeypatch, capsys):
+    def stop(*args: object) -> dict:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "copy_side_files", stop)
+        assert _run(GOLDEN / "llama_tiny", tmp_path / "made") == 1
+    assert _run(GOLDEN / "llama_tiny", tmp_path / "made", "--dtype", "bfloat16") == 0
+    assert "starting over" in capsys.readouterr().err
+    assert Manifest.read(tmp_path / "made").dtype == "bfloat16"
+
+
+def _tensors(change: Callable[[dict], object]) -> Callable[[Path], None]:
+    """A change of the tensors of a written checkpoint."""
+
+    def apply(folder: Path) -> None:
+        hf, tensors = read_files(folder)
+        change(tensors)
+        write_files(folder, hf, tensors)
+
+    return apply
+
+
+def _cut(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def _lose_a_shard(folder: Path) -> None:
+    hf, tensors = read_files(folder)
+    (folder / "model.safetensors").unlink()
+    write_files(folder, hf, tensors, shards=3)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+
+
+BREAKAGES = {
+    "unknown": (
+        _tensors(lambda t: t.update({"mtp.0.novelty": np.zeros(2, np.float32)})),
+        r"unexpected tensor mtp\.0\.novelty",
+    ),
+    "unknown outside the draft": (
+        _tensors(lambda t: t.update({"adapter.weight": np.zeros(2, np.float32)})),
+        r"unexpected tensor adapter\.weight",
+    ),
+    "missing": (_tensors(lambda t: t.pop("mtp.1.norm.weight")), r"missing tensor mtp\.1\.norm"),
+    "shape": (
+        _tensors(lambda t: t.update({"mtp.0.hc_ffn_base": np.zeros(24, np.float32)})),
+        r"mtp\.0\.hc_ffn_base has shape \[24\], expected \[15\]",
+    ),
+    "type": (
+        _tensors(lambda t: t.update({"mtp.0.attn_norm.weight": np.zeros(24, np.int32)})),
+        r"mtp\.0\.attn_norm\.weight is I32",
+    ),
+    "truncated": (_cut, r"model\.safetensors is truncated"),
+    "shard": (_lose_a_shard, r"lacks the shards \['model-00002-of-00003\.safetensors'\]"),
+    "config": (lambda folder: (folder / "config.json").write_text("{"), "not valid JSON"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BREAKAGES.values(), ids=BREAKAGES.keys())
+def test_what_does_not_fit_is_named_and_nothing_is_written(change, message, tmp_path, rng, capsys):
+    (tmp_path / "source").mkdir()
+    write_deepseek(tmp_path / "source", "deepseek_v41", rng, stages=2)
+    change(tmp_path / "source")
+    assert _run(tmp_path / "source", tmp_path / "made") == 1
+    assert re.search(message, capsys.readouterr().err)
+    assert _left(tmp_path) == ["source"]
+
+
+def test_wrong_requests_are_refused(tmp_path, capsys):
+    llama = GOLDEN / "llama_tiny"
+    assert _run(llama, tmp_path / "made", "--only", "draft") == 1
+    assert _run(QUANTISED, tmp_path / "made", "--only", "target") == 1
+    assert _run(llama, tmp_path / "made", "--mesh", "model=7") == 1
+    assert _run(llama, tmp_path / "made", "--mesh", "rows=2") == 1
+    assert _run(tmp_path / "absent", tmp_path / "made") == 1
+    assert _run(llama, tmp_path / "made", "--to", "hf") == 1
+    (tmp_path / "old").mkdir()
+    assert _run(llama, tmp_path / "old") == 1
+    assert _left(tmp_path) == ["old"]
+    assert _run(llama, tmp_path / "made", "--only", "target") == 0
+    assert _run(tmp_path / "made", tmp_path / "again") == 1
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    expected = (
+        "is a target, but only the draft", "no target of this family here yet", "does not divide",
+        "is not an axis", "config.json not found", "has no dspark_checkpoint.json", "old exists",
+        "is converted already",
+    )  # fmt: skip
+    assert len(said) == len(expected)
+    assert all(text in line for text, line in zip(expected, said, strict=True))
+    for arguments in ([], [llama], ["--inspect", llama, llama, tmp_path / "x"]):
+        with pytest.raises(SystemExit, match="2"):
+            _run(*arguments)
+
+
+def test_a_full_disk(tmp_path, monkeypatch, capsys):
+    """Too little room is told before, and when it happens the work so far is kept."""
+    with monkeypatch.context() as patch:
+        usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
+        patch.setattr(workplace.shutil, "disk_usage", lambda path: usage)
+        assert _run(GOLDEN / "llama_tiny", tmp_path / "made") == 1
+    assert "0.00 GB free, but 0.02 GB are needed" in capsys.readouterr().err
+    assert _left(tmp_path) == []
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def fail(writer: object, rows: np.ndarray) -> None:
+        if "layers.1" in writer.name:
+            raise full
+        write(writer, rows)
+
+    with monkeypatch.context() as patch:
+        write = conversion.ArrayWriter.write
+        patch.setattr(conversion.ArrayWriter, "write", fail)
+        assert _run(GOLDEN / "llama_tiny", tmp_path / "made") == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert _left(tmp_path) == [".made.partial"]
+    assert _run(GOLDEN / "llama_tiny", tmp_path / "made") == 0
+    _same(load_target(tmp_path / "made")[1], load_target(GOLDEN / "llama_tiny")[1])
+
+
+def test_two_at_a_time_are_refused(tmp_path, capsys):
+    files = [GOLDEN / "llama_tiny" / "model.safetensors"]
+    with workplace.Workplace(tmp_path / "made", files, {}, 0, lambda line: None):
+        assert _run(GOLDEN / "llama_tiny", tmp_path / "made") == 1
+    assert "another process is writing" in capsys.readouterr().err
+
+
+def test_damage_is_found(tmp_path, capsys):
+    made = tmp_path / "made"
+    assert _run(GOLDEN / "llama_tiny", made) == 0
+    file = made / "params" / "layers.1.mlp.down" / "0.0"
+    data = bytearray(file.read_bytes())
+    data[7] ^= 1
+    file.write_bytes(data)
+    assert _run("--verify", made) == 1
+    assert _run(made, tmp_path / "back", "--to", "hf") == 1
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down is not what was written"):
+        load_target(made)
+    assert capsys.readouterr().err.count("layers.1.mlp.down is not what was written") == 2
+    shutil.rmtree(file.parent)
+    with pytest.raises(FileNotFoundError, match=r"lacks the arrays \['layers\.1\.mlp\.down'\]"):
+        OrbaxReader(made)
+    (made / "dspark_checkpoint.json").write_text('{"version": 9}')
+    with pytest.raises(ValueError, match=r"cannot be read .*convert again"):
+        load_target(made)
+
+
+def test_inspection_of_a_converted_directory(tmp_path, capsys):
+    assert _run(QUANTISED, tmp_path / "made", "--mesh", "expert=2") == 0
+    assert _run("--inspect", tmp_path / "made") == 0
+    out = capsys.readouterr().out
+    assert "converted to Orbax, as-stored, cut for {'data': 1, 'expert': 2, 'model': 1}" in out
+    assert re.search(r"draft bytes: +[\d,]+ \(.*fp4 [\d,]+", out)
+
+
+def test_memory_stays_at_a_few_tensors(tmp_path):
+    """143 MB in six shards, converted there and back in a process of its own."""
+    layers, width, inner = 6, 512, 3840
+    source = tmp_path / "source"
+    hf = json.loads((GOLDEN / "llama_tiny" / "config.json").read_text()) | {
+        "num_hidden_layers": layers, "hidden_size": width, "intermediate_size": inner,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "vocab_size": 64,
+    }  # fmt: skip
+    tensors = {"model.embed_tokens.weight": (64, width), "model.norm.weight": (width,)}
+    for i in range(layers):
+        at = f"model.layers.{i}."
+        tensors |= {
+            f"{at}{x}.weight": (width,) for x in ("input_layernorm", "post_attention_layernorm")
+        }
+        tensors |= {f"{at}self_attn.{x}_proj.weight": (32, width) for x in "qkv"}
+        tensors[f"{at}self_attn.o_proj.weight"] = (width, 32)
+        tensors |= {f"{at}mlp.{x}_proj.weight": (inner, width) for x in ("gate", "up")}
+        tensors[f"{at}mlp.down_proj.weight"] = (width, inner)
+    values = {k: np.full(shape, 0.5, np.float32) for k, shape in tensors.items()}
+    write_files(source, hf, values, shards=6)
+    largest = 2 * inner * width * 4  # gate and up are one parameter
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    for arguments in (
+        [source, tmp_path / "made"],
+        [tmp_path / "made", tmp_path / "b", "--to", "hf"],
+    ):
+        command = [sys.executable, ROOT / "tools" / "convert.py", *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        peak = float(re.search(r"peak memory ([\d.,]+) MB above", done.stdout)[1].replace(",", ""))
+        assert largest < peak * 1e6 < 4 * largest, done.stdout
+
+
+def test_a_pair_of_converted_directories_is_the_same_pair(tmp_path):
+    target = write_target(tmp_path / "target")
+    draft = write_draft(tmp_path / "draft", target)
+    for name in ("target", "draft"):
+        assert _run(tmp_path / name, tmp_path / f"made-{name}") == 0
+    made = tmp_path / "made-target"
+    assert fingerprint_target(made, name="x") == fingerprint_target(target, name="x")
+    first = load_pair(str(target), str(draft))
+    second = load_pair(str(made), str(tmp_path / "made-draft"))
+    _same(second.params, first.params)
+    assert (second.target, second.draft) == (first.target, first.draft)
+    assert second.tokenizer.encode("the dog") == first.tokenizer.encode("the dog")
+    other = write_target(tmp_path / "other", seed=7)
+    with pytest.raises(ValueError, match="was trained for target 'target'"):
+        load_pair(str(other), str(tmp_path / "made-draft"))
+
+
+def test_a_deepseek_draft_is_attached_where_it_fits(tmp_path, rng):
+    target = write_target(tmp_path / "target", layers=5, width=24)
+    (tmp_path / "draft").mkdir()
+    fits = {"vocab_size": 320, "dspark_target_layer_ids": [1, 3]}
+    _, tensors = write_deepseek(tmp_path / "draft", "deepseek_v4", rng, stages=1, **fits)
+    with pytest.raises(ValueError, match="embedding stored with draft .* is not that of this targ"):
+        load_pair(str(target), str(tmp_path / "draft"))
+    _, of_target = read_files(target)
+    hf = json.loads((tmp_path / "draft" / "config.json").read_text())
+    tensors |= {
+        "embed.weight": of_target["model.embed_tokens.weight"],
+        "head.weight": of_target["lm_head.weight"],
+    }
+    write_files(tmp_path / "draft", hf, tensors)
+    assert _run(tmp_path / "draft", tmp_path / "made", "--only", "draft") == 0
+    for folder in ("draft", "made"):
+        pair = load_pair(str(target), str(tmp_path / folder), experts="float32")
+        assert pair.target.tap_layer_ids == pair.draft.config.target_layer_ids == (1, 3)
+        assert pair.params.shared.embedding is pair.params.target["embedding"]
+    other = write_target(tmp_path / "other", layers=4, width=32)
+    message = r"reads layers \[1, 3\] of its own deepseek_v4 target .* hidden_size 24 against 32"
+    with pytest.raises(ValueError, match=message):
+        load_pair(str(other), str(tmp_path / "made"))
+    with pytest.raises(ValueError, match="experts='packed' is about the routed experts"):
+        load_pair(str(target), "none", experts="packed")
+    with pytest.raises(ValueError, match="target architecture .* is not supported"):
+        load_pair(str(GOLDEN / "v4_tiny"), "none")
