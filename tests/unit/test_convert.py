@@ -29,6 +29,7 @@ from dspark_jax.engine.load import load_pair
 from tests.deepseek_models import write_deepseek
 from tests.models import write_draft, write_target
 from tests.unit.draft_files import golden_target, read_files, to_speculators, write_files
+from tests.unit.test_inspect import write_release
 from tools import convert, parity
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -135,6 +136,40 @@ def test_orbax_restores_it_whole_and_over_a_mesh(tmp_path):
     assert got.addressable_shards[0].data.shape == (3, 64, 2, 16)
     stored = json.loads((made / "params" / "layers.1.moe.gate_up" / ".zarray").read_text())
     assert stored["chunks"] == [1, 64, 2, 16]  # a device reads whole files, an expert each
+
+
+@pytest.mark.parametrize(
+    ("name", "stored"), [("mtp_v41", 7_932_874_632), ("mtp_v4flash", None), ("mtp_v4pro", None)]
+)
+def test_real_releases_are_planned_by_their_headers(name, stored, tmp_path):
+    """Every tensor of the draft has its place; experts are written one at a time."""
+    write_release(tmp_path, name)
+    file, hf = tmp_path / "model.safetensors", json.loads((tmp_path / "config.json").read_text())
+    width = hf.get("text_config", hf)["hidden_size"]
+    with file.open("r+b") as handle:  # the header again, with the target's tables at the end
+        size = int.from_bytes(handle.read(8), "little")
+        header = json.loads(handle.read(size))
+        end = max(entry["data_offsets"][1] for entry in header.values())
+        table = 2 * 129280 * width
+        for i, tensor in enumerate(("embed.weight", "head.weight")):
+            offsets = [end + i * table, end + (i + 1) * table]
+            header[tensor] = {"dtype": "BF16", "shape": [129280, width], "data_offsets": offsets}
+        text = json.dumps(header).encode()
+        handle.seek(0)
+        handle.write(len(text).to_bytes(8, "little") + text)
+        handle.truncate(8 + len(text) + end + 2 * table)
+    source = conversion.open_source(tmp_path, only="draft")
+    assert source.left_out == ()
+    leaves = conversion.plan_leaves(source, "as-stored")
+    kept = sum(leaf.nbytes() for leaf, _ in leaves)
+    assert kept == end + 2 * table and (stored is None or end == stored)
+    assert len({n for leaf, _ in leaves for n in leaf.arrays()}) < 150
+    halved = sum(leaf.nbytes() for leaf, _ in conversion.plan_leaves(source, "bfloat16"))
+    parameters = sum(np.prod(shape) for _, rule in leaves for shape in rule.shapes)
+    assert 2 * parameters <= halved < 2.01 * parameters
+    for leaf, rule in leaves:
+        if rule.group:
+            assert leaf.form == "fp4" and leaf.nbytes() // leaf.shape[0] < 30e6
 
 
 def test_files_of_an_array_suit_mesh_and_size():

@@ -21,7 +21,7 @@ def _report(folder: Path, capsys: pytest.CaptureFixture) -> dict[str, str]:
     return {label: text.strip() for label, text in (line.split(":", 1) for line in lines)}
 
 
-def _write_release(folder: Path, name: str) -> None:
+def write_release(folder: Path, name: str) -> None:
     """The real names, types and shapes over a file with a hole where the weights would be."""
     family, _, _, block, sizes = RELEASES[name]
     hf = deepseek_hf(family, **SHARED_SIZES, **sizes)
@@ -70,7 +70,7 @@ def _write_release(folder: Path, name: str) -> None:
     ],
 )
 def test_real_releases_by_their_headers(name, expected, tmp_path, capsys):
-    _write_release(tmp_path, name)
+    write_release(tmp_path, name)
     report = _report(tmp_path, capsys)
     assert expected.items() <= report.items()
     if name == "mtp_v41":

@@ -13,8 +13,10 @@ from dspark_jax.checkpoint.deepseek import load_deepseek_draft
 from dspark_jax.checkpoint.quantized import dequantise_fp4, dequantise_fp8, quantise_fp8
 from dspark_jax.draft.deepseek import DeepseekDraft
 from dspark_jax.kv_cache import WindowCache
+from dspark_jax.moe import DeepseekMoe
 from dspark_jax.packed import SCALE_BYTES, TILE, PackedKernel, dequantise, packed_dot, tiled_dot
-from tests.deepseek_models import write_deepseek
+from dspark_jax.sharding import MeshShape, make_mesh, param_specs, place
+from tests.deepseek_models import deepseek_config, write_deepseek
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "v41_tiny_quantized"
 E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)  # codes 0..15
@@ -149,6 +151,34 @@ def test_drafts_of_packed_experts_are_the_same_bit_for_bit(tmp_path, rng):
     halved, _ = load_deepseek_draft(GOLDEN, experts="bfloat16")[1:]
     moe = halved["layers"][0]["moe"]
     assert (moe["down"].dtype, moe["shared_down"].dtype) == (jnp.bfloat16, jnp.float32)
+
+
+def test_packed_experts_over_a_mesh(rng):
+    """Experts on four devices, their width on two: the same sums in another order."""
+    hf = {"hidden_size": 64, "moe_intermediate_size": 64, "dspark_n_routed_experts": 8}
+    config = deepseek_config("deepseek_v41", **hf).moe
+    plain = rng.normal(0, 0.1, (64, 8 + 3 * 64)).astype(np.float32)
+    params = {
+        "router": plain[:, :8],
+        "bias": np.zeros(8, np.float32),
+        "bias_vision": np.zeros(8, np.float32),
+        "gate_up": _kernel(rng, (8, 2, 64, 64), "fp4"),
+        "down": _kernel(rng, (8, 64, 64), "fp4"),
+        "shared_gate_up": plain[:, 8:136].reshape(64, 2, 64),
+        "shared_down": plain[:, 136:].T,
+    }
+    tokens = rng.normal(size=(12, 64)).astype(np.float32)
+
+    def run(params: dict, tokens: jax.Array) -> jax.Array:
+        return DeepseekMoe(config).apply({"params": params}, tokens)
+
+    expected = jax.jit(run)(params, tokens)
+    mesh = make_mesh(MeshShape(expert=4, model=2))
+    spread = place(mesh, params, param_specs(params))
+    assert spread["gate_up"].codes.addressable_shards[0].data.shape == (2, 2, 32, 32)
+    with jax.set_mesh(mesh):
+        got = jax.jit(run)(spread, tokens)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_what_cannot_stay_packed_is_refused(tmp_path, rng):
