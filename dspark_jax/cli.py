@@ -17,6 +17,7 @@ from dspark_jax.schedule import (
     THRESHOLD_KINDS,
     ScheduleConfig,
 )
+from dspark_jax.sharding import parse_mesh
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +37,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--experts", choices=EXPERT_FORMS,
         help="how a DeepSeek draft holds its routed experts: 'packed' in FP4 or FP8 as stored, or "
         "a type (default: --dtype)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--mesh", metavar="AXIS=N,..",
+        help="devices to spread over, as in data=2,model=4: slots over `data`, heads, MLPs and "
+        "vocabulary over `model`, experts over `expert`; default: one device",
     )  # fmt: skip
     _add_schedule_options(parser)
     parser.add_argument(
@@ -125,7 +131,8 @@ def comparison_from(args: argparse.Namespace, **more: Any) -> Comparison:
 def pair_from(args: argparse.Namespace) -> Pair:
     """The models of `add_model_options`; settings that contradict each other are refused first."""
     schedule_from(args).check_lossless(args.rejection_sample_method)
-    return load_pair(args.model, args.draft, dtype=args.dtype, experts=args.experts)
+    mesh = parse_mesh(args.mesh) if args.mesh else None
+    return load_pair(args.model, args.draft, dtype=args.dtype, experts=args.experts, mesh=mesh)
 
 
 def say(message: str) -> None:

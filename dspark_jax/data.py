@@ -227,7 +227,7 @@ def main() -> None:
     engine = Engine(
         pair.decoder(schedule_from(args), args.rejection_sample_method), pair.params,
         slots=args.slots, capacity=min(longest, 2 * args.max_new_tokens + 256),
-        dtype=pair.dtype, tokenizer=pair.tokenizer, progress=say,
+        dtype=pair.dtype, tokenizer=pair.tokenizer, progress=say, mesh=pair.mesh,
     )  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as out:

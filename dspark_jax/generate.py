@@ -49,8 +49,8 @@ def main() -> None:
     )  # fmt: skip
     engine = Engine(
         pair.decoder(schedule_from(args), args.rejection_sample_method), pair.params,
-        slots=1, capacity=len(ids) + args.max_new_tokens, dtype=pair.dtype,
-        tokenizer=pair.tokenizer, progress=say,
+        slots=pair.groups, capacity=len(ids) + args.max_new_tokens, dtype=pair.dtype,
+        tokenizer=pair.tokenizer, progress=say, mesh=pair.mesh,
     )  # fmt: skip
     prepare_schedule(
         engine, pair, sps_table=args.sps_table, confidence_sts=args.confidence_sts, progress=say

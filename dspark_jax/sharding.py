@@ -48,6 +48,8 @@ _PARAMS: Mapping[tuple[str, int], tuple[str | None, ...]] = MappingProxyType({
     ("down", 2): ("mlp", None),
     ("gate_up", 4): ("experts", None, None, "expert_mlp"),
     ("down", 3): ("experts", "expert_mlp", None),
+    ("gate_up.packed", 4): ("experts", None, "expert_mlp", None),
+    ("down.packed", 3): ("experts", None, "expert_mlp"),
     ("shared_gate_up", 3): (None, None, "mlp"),
     ("shared_down", 2): ("mlp", None),
     ("q_b", 3): (None, "heads", None),
@@ -196,7 +198,9 @@ def param_specs(params: Any, *, reduced: bool = False, rules: ShardingRules = RU
     def spec(path: tuple, leaf: Any) -> PartitionSpec:
         names = path_names(path)
         stacked = "layers" in names[:-1] and not any(isinstance(name, int) for name in names)
-        axes = _PARAMS.get((names[-1], len(leaf.shape) - stacked))
+        packed = names[-1] in ("codes", "scales")
+        name = f"{names[-2]}.packed" if packed else names[-1]
+        axes = _PARAMS.get((name, len(leaf.shape) - stacked))
         if axes is None or (reduced and names[-1] in _OF_DRAFT_VOCABULARY):
             return PartitionSpec()
         return rules.spec(*[None] * stacked, *axes)

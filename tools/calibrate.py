@@ -54,7 +54,7 @@ def collect(args: argparse.Namespace) -> Traces:
     engine = RecordingEngine(
         pair.decoder(schedule, options.rejection_sample_method), pair.params,
         slots=args.batch, capacity=max(len(r.prompt_ids) for r in requests) + args.max_new_tokens,
-        dtype=pair.dtype, tokenizer=pair.tokenizer, progress=say,
+        dtype=pair.dtype, tokenizer=pair.tokenizer, progress=say, mesh=pair.mesh,
     )  # fmt: skip
     source = {
         "model": pair.name, "draft": args.draft, "temperature": str(args.temperature),

@@ -17,7 +17,10 @@ from dspark_jax.config_deepseek import is_deepseek
 from dspark_jax.draft.deepseek import DeepseekDraft
 from dspark_jax.draft.dense import DenseDraft
 from dspark_jax.draft.protocol import Draft
+from dspark_jax.engine.fit import fit_draft, fit_target
+from dspark_jax.engine.spread import place_pair
 from dspark_jax.schedule import ScheduleConfig
+from dspark_jax.sharding import MeshShape, make_mesh
 from dspark_jax.state import Decoder
 from dspark_jax.target.llama import LlamaTarget, stack_layers
 from dspark_jax.tokenizer import Tokenizer
@@ -39,6 +42,12 @@ class Pair:
     tokenizer: Tokenizer
     stop_ids: tuple[int, ...]
     dtype: jnp.dtype
+    mesh: jax.sharding.Mesh | None = None  # that `params` lie on
+
+    @property
+    def groups(self) -> int:
+        """Groups of slots that an engine decodes side by side; its slots are a multiple."""
+        return 1 if self.mesh is None else self.mesh.shape["data"]
 
     def decoder(
         self,
@@ -69,7 +78,12 @@ def use_compilation_cache() -> None:
 
 
 def load_pair(
-    model: str, draft: str, *, dtype: str = "float32", experts: str | None = None
+    model: str,
+    draft: str,
+    *,
+    dtype: str = "float32",
+    experts: str | None = None,
+    mesh: MeshShape | None = None,
 ) -> Pair:
     """Loads a target and a draft.
 
@@ -80,6 +94,7 @@ def load_pair(
       dtype: "float32" or "bfloat16", of weights and caches.
       experts: how a DeepSeek draft holds its routed experts: "packed" (FP4 or FP8, as stored),
         "float32" or "bfloat16"; None is `dtype`.
+      mesh: to spread the models over; None uses one device.
 
     Compiled programs are kept on disk from here on (see `use_compilation_cache`).
 
@@ -88,8 +103,14 @@ def load_pair(
 
     Raises:
       FileNotFoundError: a directory is missing.
-      ValueError: a checkpoint is damaged, or the draft belongs to another target.
+      ValueError: a checkpoint is damaged, the draft belongs to another target, or the mesh does
+        not divide the models.
     """
+    if mesh is not None:
+        devices = make_mesh(mesh)
+        with jax.default_device(host_device()):  # they need not fit one device
+            pair = load_pair(model, draft, dtype=dtype, experts=experts)
+        return spread_pair(pair, devices)
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}; expected one of {sorted(DTYPES)}.")
     use_compilation_cache()
@@ -148,6 +169,40 @@ def _load_draft(
         fingerprint=fingerprint_target(target_directory, name=target_directory.name),
     )  # fmt: skip
     return DenseDraft(config=config), params, shared
+
+
+def host_device() -> jax.Device | None:
+    """A device in the host's memory, where JAX was given one."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS names other platforms only
+        return None
+
+
+def spread_pair(pair: Pair, mesh: jax.sharding.Mesh) -> Pair:
+    """Puts models on a mesh, with heads and MLPs made to divide over it (see `fit_target`).
+
+    Args:
+      pair: on the host or one device.
+      mesh: with axes `data`, `expert` and `model`.
+
+    Returns:
+      The pair on the mesh.
+
+    Raises:
+      ValueError: the mesh does not divide the models.
+    """
+    devices, params = mesh.shape["model"], pair.params
+    config, target = fit_target(pair.target.config, params.target, devices)
+    draft, draft_params = pair.draft, params.draft
+    if isinstance(draft, DenseDraft):
+        draft_config, draft_params = fit_draft(draft.config, draft_params, devices)
+        draft = DenseDraft(config=draft_config)
+    params = params.replace(target=target, draft=draft_params)
+    return dataclasses.replace(
+        pair, mesh=mesh, draft=draft, params=place_pair(mesh, params),
+        target=dataclasses.replace(pair.target, config=config),
+    )  # fmt: skip
 
 
 def random_draft_config(target: TargetConfig) -> DraftConfig:

@@ -175,6 +175,7 @@ class Contest:
                 Engine(
                     decoder, pair.params, slots=options.batch, capacity=capacity,
                     dtype=pair.dtype, tokenizer=pair.tokenizer, progress=progress,
+                    mesh=pair.mesh,
                 )
             )  # fmt: skip
 

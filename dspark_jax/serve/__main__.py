@@ -60,6 +60,11 @@ def parser() -> argparse.ArgumentParser:
         "--experts", choices=("packed", "bfloat16", "float32"),
         help="how a DeepSeek draft holds its routed experts; 'packed' is FP4 or FP8 as stored",
     )  # fmt: skip
+    add(
+        "--mesh", metavar="AXIS=N,..",
+        help="devices to spread over, as in data=2,model=4: slots over `data`, heads, MLPs and "
+        "vocabulary over `model`, experts over `expert`; default: one device",
+    )  # fmt: skip
     _add_schedule_options(add)
     add(
         "--rejection-sample-method", default="standard", choices=REJECTION_SAMPLE_METHODS,

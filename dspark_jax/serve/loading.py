@@ -9,6 +9,7 @@ from dspark_jax.engine.profile import prepare_schedule
 from dspark_jax.engine.requests import Request
 from dspark_jax.schedule import ScheduleConfig
 from dspark_jax.serve.driver import Served
+from dspark_jax.sharding import parse_mesh
 
 DEFAULT_MAX_MODEL_LEN = 2048  # tokens
 
@@ -22,6 +23,7 @@ class LoadOptions:
     slots: int = 4
     max_model_len: int | None = None
     dtype: str = "float32"
+    mesh: str | None = None
     experts: str | None = None
     policy: str = "full"
     confidence_threshold: float = 0.0
@@ -55,8 +57,11 @@ def load_served(options: LoadOptions, progress: Callable[[str], None]) -> Served
     names = [field.name for field in dataclasses.fields(ScheduleConfig)]
     schedule = ScheduleConfig(**{name: getattr(options, name) for name in names})
     schedule.check_lossless(options.rejection_sample_method)
+    mesh = parse_mesh(options.mesh) if options.mesh else None
     progress(f"loading {options.model}")
-    pair = load_pair(options.model, options.draft, dtype=options.dtype, experts=options.experts)
+    pair = load_pair(
+        options.model, options.draft, dtype=options.dtype, experts=options.experts, mesh=mesh
+    )
     longest = pair.target.config.max_position_embeddings
     capacity = options.max_model_len or min(DEFAULT_MAX_MODEL_LEN, longest)
     if capacity > longest:
@@ -72,6 +77,7 @@ def load_served(options: LoadOptions, progress: Callable[[str], None]) -> Served
         dtype=pair.dtype,
         tokenizer=pair.tokenizer,
         progress=progress,
+        mesh=pair.mesh,
     )
     prepare_schedule(
         engine, pair, sps_table=options.sps_table, confidence_sts=options.confidence_sts,
@@ -97,7 +103,7 @@ def warm_up(engine: Engine) -> None:
         new = min(engine.decoder.num_drafts + 2, engine.capacity - 1)
         engine.run(
             Request(prompt_ids=(0,), max_tokens=new, temperature=float(row % 2), seed=row)
-            for row in range(width)
+            for row in range(width * engine.programs.groups)
         )
     for chunk in engine.programs.chunks:
         if chunk + 2 <= engine.capacity:

@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from dspark_jax.sharding import parse_mesh
 from dspark_jax.train.config import load_config
 from dspark_jax.train.loop import open_run, train
 
@@ -23,11 +24,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--set", action="append", default=[], metavar="A.B=VALUE", help="override a field"
     )
     parser.add_argument(
+        "--mesh", metavar="data=N", help="devices to split every batch over; sets data_parallel"
+    )
+    parser.add_argument(
         "--export", metavar="DIR", help="only write the draft of the newest checkpoint to DIR"
     )
     args = parser.parse_args(argv)
     try:
-        config = load_config(args.config, args.set)
+        overrides = args.set + ([_data_parallel(args.mesh)] if args.mesh else [])
+        config = load_config(args.config, overrides)
         if args.export:
             open_run(config, _say).export(args.export)
             return 0
@@ -36,6 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0 if int(trainer.state.step) >= config.steps else 130
+
+
+def _data_parallel(text: str) -> str:
+    """The override that a mesh stands for."""
+    mesh = parse_mesh(text)
+    if mesh.devices > mesh.data:
+        raise ValueError(
+            f"--mesh {text}: training splits batches only; give it the axis data alone."
+        )
+    return f"data_parallel={mesh.data}"
 
 
 def _say(line: str) -> None:
