@@ -152,9 +152,11 @@ def main() -> None:
     print("\n".join(cost_lines(points)), end="\n\n")
     print("\n".join(phase_lines(points)), end="\n\n")
     if fit.room > 0:
+        longest = fit.largest_capacity(args.slots)
         print(
             f"room: {fit.largest_slots(args.context)} slots of {args.context} tokens, or "
-            f"{args.slots} slots of {fit.largest_capacity(args.slots)} (estimated from the above)"
+            f"{args.slots} slots of {'any number of' if longest is None else longest} tokens "
+            "(estimated from the above)"
         )
     refused = [p for p in programs if not p.fits]
     versions = {"dspark_jax": __version__, "jax": jax.__version__}

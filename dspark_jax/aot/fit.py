@@ -50,9 +50,11 @@ class Fit:
         each = self.per_slot + capacity * self.per_token
         return max(math.floor(self.room / each), 0) * self.groups
 
-    def largest_capacity(self, slots: int) -> int:
-        """Tokens per slot that fit with so many slots in all; 0 if none does."""
+    def largest_capacity(self, slots: int) -> int | None:
+        """Tokens per slot that fit with so many slots in all, 0 if none does; None: any number."""
         per_group = slots / self.groups
+        if not self.per_token:
+            return None
         return max(math.floor((self.room / per_group - self.per_slot) / self.per_token), 0)
 
     def advice(self, slots: int, capacity: int) -> str:
@@ -60,7 +62,7 @@ class Fit:
         if self.room <= 0:
             parts = math.ceil((self.params + self.fixed) / self.chip.hbm_bytes)
             return (
-                f"parameters take {gib(self.params)} GiB of {gib(self.chip.hbm_bytes)} GiB on each "
+                f"parameters take {gib(self.params)} of the {gib(self.chip.hbm_bytes)} GiB of each "
                 f"device; split them {parts} times as far, as with --mesh model={parts}, or choose "
                 "a topology with more memory."
             )

@@ -23,6 +23,7 @@ from dspark_jax.engine.requests import (
     Sequence,
 )
 from dspark_jax.engine.spread import split_output
+from dspark_jax.layouts import place_layouts
 from dspark_jax.state import Decoder
 from dspark_jax.tokenizer import Tokenizer
 from dspark_jax.types import PairParams, RoundOutput, SamplingParams, ScheduleTables
@@ -58,6 +59,8 @@ class Engine:
             raise ValueError(
                 f"slots={slots} and capacity={capacity}; expected at least 1 slot of 2 tokens."
             )
+        if jax.default_backend() == "tpu":
+            params = place_layouts(params)
         self.decoder, self.params, self.tokenizer = decoder, params, tokenizer
         self.slots, self.capacity = slots, capacity
         self.programs = Programs(
@@ -151,6 +154,12 @@ class Engine:
         highest = max(self._place(slot)[1] for slot in self._running)
         rows = next(w for w in self.programs.widths if w > highest)
         return self._commit(self._run(rows))
+
+    def idle(self) -> None:
+        """Called now and then while there is no work; nothing to do for a process on its own."""
+
+    def close(self) -> None:
+        """Called when there is no more work to come; nothing to do for a process on its own."""
 
     def run(self, requests: Iterable[Request]) -> list[Sequence]:
         """Runs requests to their end, batched into the slots.

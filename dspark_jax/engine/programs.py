@@ -10,6 +10,7 @@ import numpy as np
 
 from dspark_jax.decode import decode_round, plain_step, prefill
 from dspark_jax.engine.spread import Spread
+from dspark_jax.layouts import keep_layouts
 from dspark_jax.state import Decoder, DecodeState, admit, init_state, release
 from dspark_jax.types import PairParams, SamplingParams, ScheduleTables
 
@@ -90,6 +91,7 @@ class Programs:
             self.spread = Spread(mesh, decoder, slots=slots, capacity=capacity, dtype=dtype)
             self.groups, self.group_slots = self.spread.groups, self.spread.group_slots
             self._params, self._state = self.spread.params(self._params), self.spread.state
+        self._params = keep_layouts(self._params, params)
         self.widths = row_widths(self.group_slots)
         self.prefill, self.round, self.plain = {}, {}, {}
         jobs = list(self._jobs())

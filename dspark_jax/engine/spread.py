@@ -127,7 +127,9 @@ class Spread:
         outputs = (self.state_shardings, whole) if output else self.state_shardings
 
         def spread(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or whole)
+            if x.sharding is not None:
+                return x
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
 
         with jax.set_mesh(self.mesh):
             jitted = jax.jit(function, donate_argnums=donate, out_shardings=outputs)

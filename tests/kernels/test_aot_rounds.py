@@ -1,0 +1,138 @@
+"""Whole programs of the engine through the real TPU compiler, on one chip and on many."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import dspark_jax
+from dspark_jax.aot.compiled import Compiled
+from dspark_jax.aot.fit import estimate_fit
+from dspark_jax.aot.models import Models
+from dspark_jax.aot.pair import PairPrograms, selection, topology_mesh
+from dspark_jax.aot.report import cost_points
+from dspark_jax.aot.topology import has_compiler, load_topology
+from dspark_jax.config import RopeConfig, TargetConfig
+from dspark_jax.draft.dense import DenseDraft
+from dspark_jax.engine.load import random_draft_config
+from dspark_jax.schedule import ScheduleConfig
+from dspark_jax.sharding import parse_mesh
+from dspark_jax.target.llama import LlamaTarget
+from dspark_jax.types import PairParams
+
+pytestmark = [
+    pytest.mark.tpu_aot,
+    pytest.mark.skipif(not has_compiler(), reason="libtpu is not installed: pip install libtpu"),
+]
+
+LAYERS, DRAFT_LAYERS, DRAFTS, CAPACITY = 3, 2, 3, 512
+
+# Topology -> mesh on it: 1, 4 and 16 or more chips of each kind (a TPU7x chip is two devices).
+CASES = {
+    "v5e:1x1": "data=1", "v6e:1x1": "data=1", "v5p:1x1x1": "data=1", "tpu7x:1x1x1": "model=2",
+    "v5e:2x2": "model=4", "v6e:2x2": "data=2,model=2", "v5p:2x2x1": "model=4",
+    "tpu7x:2x2x1": "data=2,model=4",
+    "v5e:4x4": "data=4,model=4", "v6e:4x4": "data=8,model=2", "v5p:2x2x4": "data=4,model=4",
+    "tpu7x:2x2x4": "data=8,model=4",
+}  # fmt: skip
+
+# Where a kernel is called, and how often a round then runs it in its text. A call that is there
+# and a kernel that is not would be a silent fall back to the reference.
+WIRED = {
+    ("draft/dense.py", "draft_attention"): DRAFT_LAYERS,
+    ("draft/propose.py", "markov_sample"): 1,
+    ("decode.py", "speculative_accept"): 1,
+}
+
+
+def expected_kernels() -> int:
+    """Pallas kernels in a round's text by what the sources call."""
+    root = Path(dspark_jax.__file__).parent
+    return sum(
+        count
+        for (file, kernel), count in WIRED.items()
+        if f"pallas_kernels.{kernel}" in (root / file).read_text(encoding="utf-8")
+    )
+
+
+def small_models() -> Models:
+    """A pair with heads as wide as the lanes of a TPU."""
+    config = TargetConfig(
+        model_type="qwen3", vocab_size=1024, hidden_size=256, num_hidden_layers=LAYERS,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=128, intermediate_size=512,
+        rms_norm_eps=1e-6, rope=RopeConfig(), tie_word_embeddings=False, qk_norm=True,
+    )  # fmt: skip
+    draft_config = dataclasses.replace(
+        random_draft_config(config), num_hidden_layers=DRAFT_LAYERS, block_size=DRAFTS
+    )
+    target = LlamaTarget(config=config, tap_layer_ids=draft_config.target_layer_ids)
+    draft = DenseDraft(config=draft_config)
+
+    def shapes(model: LlamaTarget | DenseDraft) -> dict:
+        return jax.eval_shape(lambda key: model.init(key, jnp.bfloat16), jax.random.key(0))
+
+    params = PairParams(target=shapes(target), draft=shapes(draft))
+    return Models(name="small", target=target, draft=draft, params=params, dtype=jnp.bfloat16)
+
+
+def compile_round(topology_name: str, mesh_text: str, *, rows: int = 2) -> PairPrograms:
+    """One round of a small pair."""
+    topology, shape, models = load_topology(topology_name), parse_mesh(mesh_text), small_models()
+    return PairPrograms(
+        models.decoder(ScheduleConfig()), models, topology, topology_mesh(topology, shape),
+        slots=rows * shape.data, capacity=CAPACITY, wanted=selection(("round",), (rows,)),
+        progress=print,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_round_compiles_with_the_kernels_it_calls(name):
+    programs = compile_round(name, CASES[name])
+    (program,) = programs.compiled
+    assert program.fits and program.memory.total < program.chip.hbm_bytes
+    assert program.module is not None
+    assert program.mosaic_kernels == expected_kernels()
+    _check_costs(program, programs, parse_mesh(CASES[name]).model)
+
+
+def _check_costs(program: Compiled, programs: PairPrograms, parts: int) -> None:
+    """The layers' products are all there, and the weights move once, on each of the devices."""
+    config = programs.decoder.draft.config
+    points = cost_points([program], [256], config, dearest=False)
+    assert [p.bucket for p in points] == list(program.buckets)
+    target = programs.decoder.target.config
+    width, heads = target.hidden_size, target.head_dim
+    per_row = 2 * width * heads * (8 + 2 * 4 + 8) + 6 * width * target.intermediate_size
+    head = 2 * width * target.vocab_size
+    for point in points:
+        verify = point.phases["target.verify"]
+        least = point.bucket * (LAYERS * per_row + head) / parts
+        context = LAYERS * 2 * 2 * 2 * (DRAFTS + 1) * 8 * heads * 260 / parts
+        assert least <= verify.flops <= 1.3 * (least + context)
+        weights = 2 * (LAYERS * per_row / 2 + head / 2) / parts
+        assert 0.3 * weights < verify.hbm_bytes < 4 * weights
+        collectives = program.whole(point.phases).collectives
+        assert bool(collectives) == (parts > 1)
+        vocabulary = 2 * target.vocab_size * 4
+        assert all(size / runs < vocabulary for runs, size in collectives.values())
+
+
+def test_what_does_not_fit_is_refused_with_what_would():
+    topology, models = load_topology("v5e:1x1"), small_models()
+    mesh = topology_mesh(topology, parse_mesh("data=1"))
+    room = dict(slots=1, capacity=2_000_000)
+    programs = PairPrograms(
+        models.decoder(ScheduleConfig()), models, topology, mesh, **room,
+        wanted=selection(("round",), None), progress=print,
+    )  # fmt: skip
+    (program,) = programs.compiled
+    assert not program.fits and "15.75G" in program.refusal
+    fit = estimate_fit(
+        topology.chip, programs.param_shapes, programs.state_shapes, programs.compiled, **room,
+        groups=1,
+    )  # fmt: skip
+    longest = fit.largest_capacity(1)
+    assert 1_000_000 < longest < 2_000_000
+    assert f"--context {longest}" in fit.advice(**room)
