@@ -1,4 +1,6 @@
-"""An engine whose parameters lie as a TPU wants them decodes the same tokens."""
+"""Parameters that lie as a TPU wants them: the same values, and programs compiled for them."""
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -6,15 +8,16 @@ import numpy as np
 
 from dspark_jax.config import RopeConfig, TargetConfig
 from dspark_jax.draft.dense import DenseDraft
-from dspark_jax.engine.core import Engine
 from dspark_jax.engine.load import random_draft_config
-from dspark_jax.engine.requests import Request
+from dspark_jax.engine.programs import Programs
 from dspark_jax.engine.spread import Spread
 from dspark_jax.layouts import keep_layouts, place_layouts
 from dspark_jax.sharding import MeshShape, make_mesh
 from dspark_jax.state import Decoder
 from dspark_jax.target.llama import LlamaTarget
-from dspark_jax.types import PairParams
+from dspark_jax.types import PairParams, Params
+
+ORDER = (0, 2, 3, 4, 1)  # of a stacked qkv kernel: its contracted axis innermost
 
 
 def _pair() -> tuple[Decoder, PairParams]:
@@ -34,28 +37,40 @@ def _pair() -> tuple[Decoder, PairParams]:
     )
 
 
-def _tokens(decoder: Decoder, params: PairParams) -> list[int]:
-    engine = Engine(decoder, params, slots=1, capacity=32, dtype=jnp.float32)
-    formats = engine.programs.round[1].input_formats[0][0]
-    engine.submit(Request(prompt_ids=(1, 2, 3), max_tokens=12, temperature=0.0))
-    tokens = []
-    while engine.has_work:
-        for emission in engine.step():
-            tokens += emission.token_ids
-    kernel = formats.target["layers"]["qkv"].layout.major_to_minor
-    assert kernel == params.target["layers"]["qkv"].format.layout.major_to_minor
-    return tokens
-
-
-def test_same_tokens_and_no_copy_at_the_door():
+def test_a_target_compiled_for_the_layouts_says_the_same():
     decoder, params = _pair()
-    placed = place_layouts(params)
-    order = placed.target["layers"]["qkv"].format.layout.major_to_minor
-    assert order == (0, 2, 3, 4, 1)
+    target, placed = decoder.target, place_layouts(params).target
+    assert placed["layers"]["qkv"].format.layout.major_to_minor == ORDER
     assert params.target["layers"]["qkv"].format.layout.major_to_minor == (0, 1, 2, 3, 4)
-    np.testing.assert_array_equal(placed.draft["layers"][0]["q"], params.draft["layers"][0]["q"])
-    tokens = _tokens(decoder, placed)
-    assert len(tokens) == 12 and tokens == _tokens(decoder, params)
+    cache = target.make_cache(1, 8, jnp.float32)
+    tokens, length = jnp.array([[1, 2, 3]]), jnp.zeros(1, jnp.int32)
+
+    def run(params: Params, tokens: jax.Array) -> jax.Array:
+        return target.forward(params, tokens, cache, cache_len=length).hidden
+
+    shapes = keep_layouts(jax.eval_shape(lambda x: x, placed), placed)
+    compiled = jax.jit(run).lower(shapes, tokens).compile()
+    formats = compiled.input_formats[0][0]
+    assert formats["layers"]["qkv"].layout.major_to_minor == ORDER
+    np.testing.assert_allclose(
+        compiled(placed, tokens), jax.jit(run)(params.target, tokens), atol=1e-6
+    )
+
+
+class _Recorded(Programs):
+    """Keeps the shapes that each program would be lowered with."""
+
+    def _compile(self, function: Callable, *shapes: object, **options: object) -> tuple:
+        return shapes
+
+
+def test_programs_are_lowered_for_the_layouts_the_parameters_have():
+    decoder, params = _pair()
+    for given, expected in ((params, None), (place_layouts(params), ORDER)):
+        programs = _Recorded(decoder, given, slots=1, capacity=8, dtype=jnp.float32)
+        for shapes in (programs.round[1], *programs.prefill.values()):
+            layout = shapes[0].target["layers"]["qkv"].format.layout
+            assert (layout and layout.major_to_minor) == expected
 
 
 def test_shapes_on_a_mesh_keep_the_layouts():
@@ -64,7 +79,7 @@ def test_shapes_on_a_mesh_keep_the_layouts():
     whole = jax.sharding.NamedSharding(mesh, jax.P())
     params = jax.device_put(params, whole)
     spread = Spread(mesh, decoder, slots=1, capacity=8, dtype=jnp.float32)
-    for given, expected in ((params, None), (place_layouts(params), (0, 2, 3, 4, 1))):
+    for given, expected in ((params, None), (place_layouts(params), ORDER)):
         shapes = keep_layouts(spread.params(jax.eval_shape(lambda x: x, params)), given)
         layout = shapes.target["layers"]["qkv"].format.layout
         assert (layout and layout.major_to_minor) == expected
