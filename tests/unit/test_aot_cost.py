@@ -10,8 +10,10 @@ from dspark_jax.aot.cost import ProgramCost, seconds, total
 from dspark_jax.aot.fit import Fit
 from dspark_jax.aot.hlo import parse_arrays, parse_module
 from dspark_jax.aot.report import cost_points, loop_trips, modelled_sps, write_json
+from dspark_jax.calibrate import Traces
 from dspark_jax.chips import CHIPS, COLLECTIVE_LATENCY_S, Chip
 from dspark_jax.sps import SpsKey, load_sps_table
+from tools.simulate import simulate_table
 
 CHIP = Chip(name="test", bytes_per_s=1e3, flops_per_s=1e6, link_bytes_per_s=1e2, hbm_bytes=1e6)
 
@@ -217,6 +219,14 @@ def test_rounds_become_a_speed_table_that_scheduling_reads(tmp_path):
     assert read.requests == (1, 2) and read.context_lens == (256, 1024)
     assert read.seconds(2, np.array([4]), 1024) > read.seconds(2, np.array([4]), 256)
     assert read.seconds(2, np.array([4]), 256) > read.seconds(2, np.array([2]), 256)
+    traces = Traces(
+        confidence_logits=np.tile(np.float32([2.0, -2.0]), (12, 1)),
+        accept_len=(np.arange(12) % 3).astype(np.int32), verify_len=np.full(12, 2, np.int32),
+        prompt=np.repeat([0, 1], 6).astype(np.int32), source={},
+    )  # fmt: skip
+    simulated = simulate_table(traces, None, read, [1, 2, 3], rounds=20, lag=2, seed=0)
+    assert sorted(simulated) == [1, 2], "the table has no rounds of 3 requests"
+    assert simulated[2]["full"].tokens_per_s > 0
 
 
 def test_loops_run_by_context_and_experts():
