@@ -42,7 +42,7 @@ from dspark_jax.checkpoint.quantized import (
     scale_of,
     stack,
 )
-from dspark_jax.checkpoint.rules import TensorRule, check_stored, same
+from dspark_jax.checkpoint.rules import TensorRule, check_stored, parameter_shape, same
 from dspark_jax.checkpoint.safetensors import FLOAT_TYPES, NUMPY_TYPES, TensorReader
 from dspark_jax.checkpoint.target import target_rules
 from dspark_jax.checkpoint.workplace import Workplace, copy_side_files
@@ -189,9 +189,7 @@ def _leaf(source: Source, rule: TensorRule, form: str) -> Leaf:
         dtype = NUMPY_TYPES[kinds.pop() if len(kinds) == 1 else "F32"]
     else:
         dtype = NUMPY_TYPES["BF16" if form == "bfloat16" and not rule.exact else "F32"]
-    step = rule.group or len(rule.names)
-    blank = rule.pack(*(np.broadcast_to(np.int8(0), shape) for shape in rule.shapes[:step]))
-    shape = (len(rule.names) // step, *blank.shape[1:]) if rule.group else blank.shape
+    shape = parameter_shape(rule)
     return Leaf(path=rule.path, names=rule.names, form="plain", shape=shape, dtype=dtype.name)
 
 

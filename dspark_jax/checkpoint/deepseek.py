@@ -121,7 +121,7 @@ def _with_experts(
         value = (
             _packed_kernel(reader, rule)
             if form == "packed"
-            else jnp.asarray(np.asarray(read_parameter(reader, rule), jnp.dtype(form), order="C"))
+            else jnp.asarray(read_parameter(reader, rule, jnp.dtype(form)))
         )
         params["layers"][layer]["moe"][name] = value
     return params

@@ -28,7 +28,7 @@ from dspark_jax.checkpoint.quantized import (
     unstack,
 )
 from dspark_jax.checkpoint.rules import Path as TreePath
-from dspark_jax.checkpoint.rules import TensorRule
+from dspark_jax.checkpoint.rules import TensorRule, pack_groups
 from dspark_jax.checkpoint.safetensors import NUMPY_TYPES, TensorReader
 
 MANIFEST = "dspark_checkpoint.json"
@@ -268,13 +268,16 @@ class OrbaxReader:
         """Some rows of the first axis of an array, their checksum not compared."""
         return np.asarray(_open(self.directory / ARRAYS / array)[begin:end].read().result())
 
-    def parameter(self, rule: TensorRule) -> np.ndarray:
-        """The parameter of a rule, dequantised to float32 if it is kept quantised."""
+    def parameter(self, rule: TensorRule, dtype: np.dtype) -> np.ndarray:
+        """The parameter of a rule, dequantised if it is kept quantised."""
         leaf = self.leaf(rule.path)
         if leaf.form == "plain":
-            return self.arrays(leaf)[0]
+            return self.arrays(leaf)[0].astype(dtype, copy=False)
         codes, scales = (unstack(array, len(leaf.names)) for array in self.arrays(leaf))
-        return rule.pack(*(dequantise(c, s, leaf) for c, s in zip(codes, scales, strict=True)))
+        place = {name: i for i, name in enumerate(leaf.names)}
+        return pack_groups(
+            rule, lambda n: dequantise(codes[place[n]], scales[place[n]], leaf), dtype
+        )
 
     def packed(self, rule: TensorRule) -> Packed:
         """Codes and scales of a parameter that is kept quantised.
@@ -310,7 +313,6 @@ class ArrayWriter:
       shape: its shape.
       dtype: its type.
       chunk: of `chunk_shape`.
-      buffer: bytes collected before they are written; a chunk is never written twice.
     """
 
     def __init__(
@@ -322,6 +324,7 @@ class ArrayWriter:
         chunk: tuple[int, ...],
     ):
         self.name, self._shape, self._done = name, shape, 0
+        self._step = chunk[0] if chunk else 1
         self._digest = hashlib.sha256()
         metadata = {
             "shape": list(shape), "chunks": list(chunk), "dtype": _zarr_type(dtype),
@@ -336,16 +339,19 @@ class ArrayWriter:
           OSError: the disk is full or not writable.
         """
         rows = np.ascontiguousarray(rows).reshape(rows.shape)
-        end = self._done + (rows.shape[0] if rows.shape else 1)
-        place = self._store[self._done : end] if rows.shape else self._store
+        count = rows.shape[0] if rows.shape else 1
         try:
-            place.write(rows).result()
+            if not rows.shape:
+                self._store.write(rows).result()
+            for begin in range(0, count, self._step) if rows.shape else ():  # the rows of a file
+                part, at = rows[begin : begin + self._step], self._done + begin
+                self._store[at : at + len(part)].write(part).result()
         except Exception as error:  # the storage layer reports a full disk in several types
             raise OSError(
                 f"could not write {self.name}: {error}; free some space, or choose another disk."
             ) from error
         self._digest.update(raw_bytes(rows))
-        self._done = end
+        self._done += count
 
     def finish(self) -> str:
         """Hex sha256 of all rows.

@@ -11,7 +11,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from dspark_jax.checkpoint.rules import TensorRule, read_parameter
+from dspark_jax.checkpoint.rules import TensorRule, pack_groups, read_parameter
 from dspark_jax.checkpoint.safetensors import FLOAT_TYPES, TensorReader
 
 FP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # e2m1 codes 0..7; bit 3 is sign
@@ -213,11 +213,11 @@ class DequantisingReader:
             return dequantise_fp4(value, scales)
         return dequantise_fp8(value, scales, self._block_of(name))
 
-    def parameter(self, rule: TensorRule) -> np.ndarray:
+    def parameter(self, rule: TensorRule, dtype: np.dtype) -> np.ndarray:
         """The parameter of a rule."""
         if any(name in self._scales for name in rule.names):
-            return rule.pack(*(self.read(name) for name in rule.names))
-        return read_parameter(self._reader, rule)
+            return pack_groups(rule, self.read, dtype)
+        return read_parameter(self._reader, rule, dtype)
 
     def packed(self, rule: TensorRule) -> Packed:
         """Codes and scales of a parameter whose tensors are all quantised in one way.

@@ -147,16 +147,40 @@ def load_params(
     check_stored(reader, rules, ignore=ignore, what=what)
     tree = {}
     for rule in rules:
-        value = read_parameter(reader, rule)
-        kept = jnp.float32 if rule.exact else dtype
-        _put(tree, rule.path, jnp.asarray(np.asarray(value, dtype=kept, order="C")))
+        kept = np.dtype(jnp.float32 if rule.exact else dtype)
+        _put(tree, rule.path, jnp.asarray(read_parameter(reader, rule, kept)))
     return _tuples(tree)
 
 
-def read_parameter(reader: TensorReader, rule: TensorRule) -> np.ndarray:
+def read_parameter(reader: TensorReader, rule: TensorRule, dtype: np.dtype) -> np.ndarray:
     """One parameter: packed from stored tensors, or read at once where a reader keeps it whole."""
     whole = getattr(reader, "parameter", None)
-    return whole(rule) if whole else rule.pack(*(reader.read(name) for name in rule.names))
+    value = whole(rule, dtype) if whole else pack_groups(rule, reader.read, dtype)
+    return np.asarray(value, order="C")
+
+
+def pack_groups(rule: TensorRule, read: Callable[[str], np.ndarray], dtype: np.dtype) -> np.ndarray:
+    """Packs a parameter, of experts one at a time, so that only the result is held whole.
+
+    Args:
+      rule: of the parameter.
+      read: gives a stored tensor by its name.
+      dtype: of the result.
+
+    Returns:
+      The parameter.
+    """
+    step = rule.group or len(rule.names)
+    out = None
+    for i in range(len(rule.names) // step):
+        names = rule.names[i * step : (i + 1) * step]
+        value = np.asarray(rule.pack(*(read(name) for name in names)), dtype)
+        if not rule.group:
+            return value
+        if out is None:
+            out = np.empty((len(rule.names) // step, *value.shape[1:]), dtype)
+        out[i] = value[0]
+    return out
 
 
 def stored_tensors(
@@ -199,14 +223,19 @@ def leaf_at(params: Params, path: Path) -> jax.Array:
     return node if layer is None else node[layer]
 
 
+def parameter_shape(rule: TensorRule) -> tuple[int, ...]:
+    """Shape of the parameter of a rule, from one expert where there are several."""
+    step = rule.group or len(rule.names)
+    blank = rule.pack(*(np.broadcast_to(np.int8(0), shape) for shape in rule.shapes[:step]))
+    return (len(rule.names) // step, *blank.shape[1:]) if rule.group else blank.shape
+
+
 def abstract_params(rules: Iterable[TensorRule], dtype: jnp.dtype) -> Params:
     """Shapes of the tree that the rules describe, without reading anything."""
     tree = {}
     for rule in rules:
-        stored = [jax.ShapeDtypeStruct(shape, np.float32) for shape in rule.shapes]
-        value = rule.pack(*(np.broadcast_to(np.float32(0), s.shape) for s in stored))
         kept = jnp.float32 if rule.exact else dtype
-        _put(tree, rule.path, jax.ShapeDtypeStruct(value.shape, kept))
+        _put(tree, rule.path, jax.ShapeDtypeStruct(parameter_shape(rule), kept))
     return _tuples(tree)
 
 
