@@ -2,12 +2,14 @@
 
 import argparse
 import dataclasses
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from dspark_jax.checkpoint.deepseek import EXPERT_FORMS
 from dspark_jax.checkpoint.demo import DEMO_TARGET
+from dspark_jax.engine.hosts import join_hosts
 from dspark_jax.engine.load import DTYPES, Pair, load_pair
 from dspark_jax.eval.compare import Comparison
 from dspark_jax.schedule import (
@@ -43,6 +45,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="devices to spread over, as in data=2,model=4: slots over `data`, heads, MLPs and "
         "vocabulary over `model`, experts over `expert`; default: one device",
     )  # fmt: skip
+    _add_process_options(parser)
     _add_schedule_options(parser)
     parser.add_argument(
         "--rejection-sample-method", default="standard", choices=REJECTION_SAMPLE_METHODS,
@@ -57,6 +60,22 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--confidence-sts", metavar="FILE",
         help="temperatures for the draft's confidences, from tools/calibrate.py",
+    )  # fmt: skip
+
+
+def _add_process_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--coordinator", default=os.environ.get("DSPARK_COORDINATOR"), metavar="HOST:PORT|auto",
+        help="process 0 of several that share a mesh; 'auto' where the cluster knows it (TPU pods, "
+        "GKE, Slurm)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--num-processes", type=int, default=os.environ.get("DSPARK_NUM_PROCESSES"), metavar="N",
+        help="how many processes there are; not with --coordinator auto",
+    )  # fmt: skip
+    parser.add_argument(
+        "--process-id", type=int, default=os.environ.get("DSPARK_PROCESS_ID"), metavar="I",
+        help="which of them this is, from 0; not with --coordinator auto",
     )  # fmt: skip
 
 
@@ -129,7 +148,12 @@ def comparison_from(args: argparse.Namespace, **more: Any) -> Comparison:
 
 
 def pair_from(args: argparse.Namespace) -> Pair:
-    """The models of `add_model_options`; settings that contradict each other are refused first."""
+    """The models of `add_model_options`; settings that contradict each other are refused first.
+
+    Of several processes, the first alone prints.
+    """
+    if not join_hosts(args.coordinator, args.num_processes, args.process_id):
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (until it ends)
     schedule_from(args).check_lossless(args.rejection_sample_method)
     mesh = parse_mesh(args.mesh) if args.mesh else None
     return load_pair(args.model, args.draft, dtype=args.dtype, experts=args.experts, mesh=mesh)

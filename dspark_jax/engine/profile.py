@@ -19,6 +19,7 @@ from dspark_jax.config_deepseek import DeepseekDraftConfig
 from dspark_jax.decode import decode_round
 from dspark_jax.draft.protocol import Draft
 from dspark_jax.engine.core import Engine
+from dspark_jax.engine.hosts import agree
 from dspark_jax.engine.load import Pair
 from dspark_jax.engine.programs import row_buckets, row_widths, schedule_table_shapes
 from dspark_jax.schedule import ScheduleConfig
@@ -148,8 +149,9 @@ def use_table(engine: Engine, table: SpsTable) -> None:
         steps = table.steps_per_s(rows, engine.decoder.num_drafts, engine.capacity // 2)
         buckets = np.array(engine.programs.buckets(rows))
         index = np.searchsorted(buckets, np.arange(len(steps)))
-        engine.steps_per_s[rows] = steps[buckets[np.minimum(index, len(buckets) - 1)]]
-        engine.steps_per_s[rows][0] = steps[0]
+        table_steps = steps[buckets[np.minimum(index, len(buckets) - 1)]]
+        table_steps[0] = steps[0]
+        engine.steps_per_s[rows] = agree(table_steps)  # clocks of processes differ
 
 
 def use_calibration(engine: Engine, path: str, progress: Callable[[str], None]) -> None:

@@ -6,6 +6,7 @@ by the engine's thread.
 
 import argparse
 import errno
+import os
 import signal
 import socket
 import sys
@@ -65,6 +66,7 @@ def parser() -> argparse.ArgumentParser:
         help="devices to spread over, as in data=2,model=4: slots over `data`, heads, MLPs and "
         "vocabulary over `model`, experts over `expert`; default: one device",
     )  # fmt: skip
+    _add_process_options(add)
     _add_schedule_options(add)
     add(
         "--rejection-sample-method", default="standard", choices=REJECTION_SAMPLE_METHODS,
@@ -81,6 +83,22 @@ def parser() -> argparse.ArgumentParser:
         help="temperatures for the draft's confidences, from tools/calibrate.py",
     )  # fmt: skip
     return parser
+
+
+def _add_process_options(add: Callable) -> None:
+    add(
+        "--coordinator", default=os.environ.get("DSPARK_COORDINATOR"), metavar="HOST:PORT|auto",
+        help="process 0 of several that share a mesh; 'auto' where the cluster knows it (TPU pods, "
+        "GKE, Slurm)",
+    )  # fmt: skip
+    add(
+        "--num-processes", type=int, default=os.environ.get("DSPARK_NUM_PROCESSES"), metavar="N",
+        help="how many processes there are; not with --coordinator auto",
+    )  # fmt: skip
+    add(
+        "--process-id", type=int, default=os.environ.get("DSPARK_PROCESS_ID"), metavar="I",
+        help="which of them this is, from 0; not with --coordinator auto",
+    )  # fmt: skip
 
 
 def _add_schedule_options(add: Callable) -> None:
@@ -132,6 +150,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit(0))
     try:
+        if args.coordinator is not None and not _leads(args):
+            return _follow(args)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+    try:
         from dspark_jax.serve.run import run_server
     except ModuleNotFoundError as error:
         print(f"error: {error.name} is missing; pip install 'dspark-jax[serve]'", file=sys.stderr)
@@ -146,9 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _loader(args: argparse.Namespace) -> "Load":
     """What the engine's thread calls; the heavy imports happen there."""
-    fields = vars(args).copy()
-    for name in ("host", "port", "max_waiting"):
-        fields.pop(name)
+    fields = _load_fields(args)
 
     def load(progress: Callable[[str], None]) -> "Served":
         from dspark_jax.serve.loading import LoadOptions, load_served
@@ -156,6 +178,30 @@ def _loader(args: argparse.Namespace) -> "Load":
         return load_served(LoadOptions(**fields), progress)
 
     return load
+
+
+def _load_fields(args: argparse.Namespace) -> dict:
+    """The options that say what to serve, without those that say where."""
+    elsewhere = ("host", "port", "max_waiting", "coordinator", "num_processes", "process_id")
+    return {name: value for name, value in vars(args).items() if name not in elsewhere}
+
+
+def _leads(args: argparse.Namespace) -> bool:
+    """Joins the other processes; is this the one that takes requests?"""
+    from dspark_jax.engine.hosts import join_hosts
+
+    return join_hosts(args.coordinator, args.num_processes, args.process_id)
+
+
+def _follow(args: argparse.Namespace) -> int:
+    """Runs the engine of a process that takes no requests, until the leading one stops."""
+    from dspark_jax.serve.loading import LoadOptions, follow_served
+
+    def tell(message: str) -> None:
+        print(message, file=sys.stderr, flush=True)
+
+    follow_served(LoadOptions(**_load_fields(args)), tell)
+    return 0
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # importing these takes longer than a server may take to answ
     from dspark_jax.engine.core import Engine
     from dspark_jax.tokenizer import Tokenizer
 
+IDLE_S = 1.0  # between signs of life of an engine without work
 GRACE_S = 2.0  # running requests may go on so long after `stop`
 
 
@@ -239,9 +240,12 @@ class Driver:
             if self._run_jobs(wait=not (last or engine.has_work)):
                 self._publish(served)
             if last and not self._entries:
+                engine.close()
                 return
             if engine.has_work:
                 self._deliver(served, engine.step())
+            else:
+                engine.idle()
 
     def _progress(self, message: str) -> None:
         if self._stopping.is_set():
@@ -250,11 +254,11 @@ class Driver:
         self._tell(message)
 
     def _run_jobs(self, *, wait: bool) -> bool:
-        """Runs what is in the inbox, after waiting for something to be in it. True if any."""
+        """Runs what is in the inbox, after waiting a while for something. True if any."""
         ran = False
         while True:
             try:
-                job = self._inbox.get(block=wait and not ran)
+                job = self._inbox.get(block=wait and not ran, timeout=IDLE_S)
             except queue.Empty:
                 return ran
             job()

@@ -3,7 +3,10 @@
 import dataclasses
 from collections.abc import Callable
 
+import jax
+
 from dspark_jax.engine.core import Engine
+from dspark_jax.engine.hosts import SharedEngine, follow
 from dspark_jax.engine.load import load_pair
 from dspark_jax.engine.profile import prepare_schedule
 from dspark_jax.engine.requests import Request
@@ -69,7 +72,8 @@ def load_served(options: LoadOptions, progress: Callable[[str], None]) -> Served
             f"max_model_len={capacity} is beyond the {longest} tokens this target was made for "
             "(max_position_embeddings); lower it."
         )
-    engine = Engine(
+    make = Engine if jax.process_count() == 1 else SharedEngine
+    engine = make(
         pair.decoder(schedule, options.rejection_sample_method),
         pair.params,
         slots=options.slots,
@@ -85,12 +89,30 @@ def load_served(options: LoadOptions, progress: Callable[[str], None]) -> Served
     )  # fmt: skip
     progress("warming up")
     warm_up(engine)
+    if isinstance(engine, SharedEngine) and jax.process_index() == 0:
+        engine.lead()
     return Served(
         name=options.served_model_name or pair.name,
         engine=engine,
         tokenizer=pair.tokenizer,
         stop_ids=pair.stop_ids,
     )
+
+
+def follow_served(options: LoadOptions, progress: Callable[[str], None]) -> None:
+    """Loads what the leading process serves, and does as it does until it stops.
+
+    Args:
+      options: those of the leading process.
+      progress: told what is being done.
+
+    Raises:
+      FileNotFoundError, ValueError: of `load_served`.
+      RuntimeError: of `follow`.
+    """
+    served = load_served(options, progress)
+    progress("following process 0")
+    follow(served.engine)
 
 
 def warm_up(engine: Engine) -> None:
