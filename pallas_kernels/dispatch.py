@@ -1,5 +1,7 @@
 """Picks an implementation: the kernel on a TPU, its reference elsewhere."""
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -17,7 +19,7 @@ def select(
     Args:
       impl: "auto" takes the kernel where the program is lowered for a TPU, also when that is done
         on a machine without one; the reference on other platforms, for shapes the kernel
-        refuses, and where the compiler is to partition the program over a mesh by itself.
+        refuses, and where the compiler is to distribute the program over a mesh by itself.
         "pallas" is the kernel, "interpret" the kernel on a simulated TPU that looks for races,
         "ref" the reference.
       kernel: called with the arrays and `interpret`, which goes to `pallas_call` as it is; raises
@@ -39,23 +41,42 @@ def select(
         return kernel(*arrays, interpret=False)
     if impl == "interpret":
         return kernel(*arrays, interpret=pltpu.InterpretParams(detect_races=True))
-    if is_partitioned_by_compiler():
-        return reference(*arrays)
-    try:
-        return jax.lax.platform_dependent(
-            *arrays, tpu=lambda *x: kernel(*x, interpret=False), default=reference
-        )
-    except NotImplementedError:
-        return reference(*arrays)
+    return on_tpu(functools.partial(kernel, interpret=False), reference, *arrays)
 
 
-def is_partitioned_by_compiler() -> bool:
-    """Whether the ambient mesh has an axis, wider than 1, that `shard_map` has not taken over.
+def on_tpu(
+    kernel: Callable[..., Any],
+    reference: Callable[..., Any],
+    *operands: Any,
+    specs: tuple[tuple[Any, ...], Any] | None = None,
+) -> Any:
+    """The kernel where the program is lowered for a TPU, the reference elsewhere.
 
-    A kernel cannot be partitioned by the compiler: such a program calls it under `shard_map`.
+    A kernel cannot be partitioned by the compiler. Where it is to distribute this program over
+    axes of a mesh, the kernel runs under `shard_map` over those, or not at all.
+
+    Args:
+      kernel: called with the operands; raises NotImplementedError where it cannot serve them.
+      reference: called with the operands.
+      *operands: pytrees of arrays.
+      specs: how operands and result lie on the axes left to the compiler; None takes the reference
+        if there are any.
+
+    Returns:
+      What the chosen function returns.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    return any(
-        size > 1 and kind != jax.sharding.AxisType.Manual
-        for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-    )
+    axes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    left = {name for name, kind in kinds if kind != jax.sharding.AxisType.Manual}
+    if math.prod(axes[name] for name in left) > 1 and specs is None:
+        return reference(*operands)
+    if left:  # of one device, too: the lowering asks that no axis is left to the compiler
+        in_specs, out_specs = specs or (jax.sharding.PartitionSpec(),) * 2
+        kernel = jax.shard_map(
+            kernel, in_specs=in_specs, out_specs=out_specs, axis_names=left, check_vma=False
+        )
+    try:
+        return jax.lax.platform_dependent(*operands, tpu=kernel, default=reference)
+    except NotImplementedError:
+        return reference(*operands)

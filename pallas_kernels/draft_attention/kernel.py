@@ -64,6 +64,7 @@ def _body(
             out[0, g] = (acc[g] / total[g][:, :1]).astype(out.dtype)
 
 
+@functools.partial(jax.jit, static_argnames=("page_size", "scale", "window", "sizes", "interpret"))
 def draft_attention(
     q: jax.Array,
     new_k: jax.Array,

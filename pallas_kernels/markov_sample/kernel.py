@@ -58,6 +58,7 @@ def _body(first, latent, w2, base, temperature, *refs, vocab: int, noises: int, 
     token_logit[...] = jnp.where(value[...] > before, here, token_logit[...])
 
 
+@functools.partial(jax.jit, static_argnames=("keep_logits", "sizes", "interpret"))
 def draw(
     latent: jax.Array,
     w2: jax.Array,

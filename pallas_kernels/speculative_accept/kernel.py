@@ -56,6 +56,7 @@ def _stats_body(first, logits, token, temperature, *refs, vocab: int):
         ref[...] = value
 
 
+@functools.partial(jax.jit, static_argnames=("sizes", "interpret"))
 def row_stats(
     logits: jax.Array,
     token: jax.Array,
@@ -133,6 +134,7 @@ def _residual_body(first, target, draft, log_p_sum, log_q_sum, temperature, *ref
     plain_value[...], plain_token[...] = folded
 
 
+@functools.partial(jax.jit, static_argnames=("sizes", "interpret"))
 def residual_stats(
     target_row: jax.Array,
     draft_row: jax.Array,

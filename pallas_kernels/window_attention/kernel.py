@@ -48,6 +48,7 @@ def _body(index, lens, q, new_kv, window, sink, out, *, block: int, lines: int, 
     jax.lax.fori_loop(0, q.shape[1] // lines, step, None)
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "sizes", "interpret"))
 def window_attention(
     q: jax.Array,
     new_kv: jax.Array,
