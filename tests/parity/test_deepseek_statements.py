@@ -10,11 +10,14 @@ import pytest
 from safetensors.numpy import load_file
 
 from dspark_jax.checkpoint.deepseek import load_deepseek_draft
+from dspark_jax.checkpoint.target import load_target
 from dspark_jax.draft.deepseek import DeepseekDraft
 from dspark_jax.draft.propose import propose
 from dspark_jax.kv_cache import WindowCache
 from dspark_jax.schedule import survival_of
+from dspark_jax.target.llama import LlamaTarget
 from dspark_jax.types import Block, Params, SamplingParams, SharedHead
+from tests.deepseek_models import deepseek_config
 from tools.parity_deepseek import run_prefill
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "v41_tiny"
@@ -138,6 +141,34 @@ def test_context_is_keys_and_values_only(model):
     assert np.abs(block.block_hidden - model.block().block_hidden).max() > 1e-2
 
 
-def test_taps_are_what_enters_the_named_layers(model):
-    """Layers 4, 5, 6 of the config file are read at their input: the output of 3, 4, 5."""
-    assert model.draft.config.target_layer_ids == (3, 4, 5)
+def test_all_rows_see_the_same_positions(model):
+    """Every slot of the window and every row of the block, for every row: 128 + 5 at full size."""
+    config, hidden = model.draft.config, np.asarray(model.block().block_hidden)
+    window = config.sliding_window
+    assert model.length >= window and hidden.shape[1] == config.block_size == 5
+    for slot in range(window):
+        moved = WindowCache(kv=model.cache.kv.at[:, :, slot].add(1.0))
+        change = np.abs(model.block(cache=moved).block_hidden - hidden).max(axis=-1)
+        assert (change > 1e-6).all(), slot
+    table = model.shared.embedding
+    for token in (7, config.mask_token_id):  # the anchor's row, and the others
+        moved = model.shared.replace(embedding=table.at[token].multiply(-1.0))
+        change = np.abs(model.block(shared=moved).block_hidden - hidden).max(axis=-1)
+        assert (change > 1e-6).all(), token
+
+
+def test_taps_are_what_enters_the_named_layers():
+    """V4.1 names layers by what enters them, V4 by what leaves them (transformers' next entry)."""
+    folder = GOLDEN.parent / "llama_tiny"
+    target_config, params = load_target(folder)
+    golden = load_file(folder / "outputs.safetensors")
+    target = LlamaTarget(config=target_config, tap_layer_ids=(0, 1, 2))
+    rows, width = golden["tokens"].shape
+    cache, zeros = target.make_cache(rows, width, jnp.float32), jnp.zeros(rows, jnp.int32)
+    out = jax.jit(target.forward)(params, jnp.asarray(golden["tokens"]), cache, cache_len=zeros)
+    taps, ids = jnp.split(out.context_features, 3, axis=-1), [1, 2]
+    for family, first in (("deepseek_v41", 0), ("deepseek_v4", 1)):
+        config = deepseek_config(family, num_hidden_layers=4, dspark_target_layer_ids=ids)
+        for tap, stored in zip(config.target_layer_ids, ids, strict=True):
+            expected = golden[f"hidden.{stored + first}"]  # hidden.i is what enters layer i
+            np.testing.assert_allclose(taps[tap], expected, atol=2e-4)
