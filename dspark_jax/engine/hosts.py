@@ -55,6 +55,7 @@ def join_hosts(coordinator: str | None, num_processes: int | None, process_id: i
                 "processes, and which of them this is, counted from 0."
             )
         jax.distributed.initialize(coordinator, num_processes, process_id)
+        return process_id == 0
     return jax.process_index() == 0
 
 

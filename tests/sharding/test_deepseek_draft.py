@@ -4,35 +4,35 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from dspark_jax.draft.deepseek import DeepseekDraft
 from dspark_jax.draft.propose import propose
 from dspark_jax.kv_cache import WindowCache
+from dspark_jax.sharding import (
+    check_divides,
+    make_mesh,
+    param_specs,
+    parse_mesh,
+    place,
+    state_specs,
+)
 from dspark_jax.types import Block, Params, SamplingParams, SharedHead
 from tests.deepseek_models import deepseek_config, deepseek_params
+from tests.sharding.models import collectives
 
-# Parameters split over the model axis, and which of their axes; the others are on every device.
-SPLIT = {
-    "gate_up": 0, "down": 0, "q_b": 1, "sink": 0, "o_a": 0, "o_b": 0, "shared_gate_up": 2,
-    "shared_down": 0, "w1": 0, "w2": 0,
-}  # fmt: skip
-REQUESTS = 4
+REQUESTS, VOCAB, WIDTH = 4, 1024, 32
+SLOTS_FIRST, WHOLE = PartitionSpec("data"), PartitionSpec()
 
 
-def _spec(path: tuple, leaf: jax.Array) -> PartitionSpec:
-    axis = SPLIT.get(getattr(path[-1], "key", None))
-    return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, "model")
-
-
-@pytest.mark.parametrize("shape", [(2, 4), (1, 8)], ids=["data2-expert4", "model8"])
-def test_sharded_drafts_are_the_same(shape, rng):
+@pytest.mark.parametrize("mesh", ["data=2,expert=4", "model=8"])
+def test_sharded_drafts_are_the_same(mesh, rng):
     config = deepseek_config(
-        "deepseek_v41", stages=1, hidden_size=32, num_attention_heads=8, o_groups=8,
-        moe_intermediate_size=16, dspark_n_routed_experts=8, vocab_size=64,
+        "deepseek_v41", stages=1, hidden_size=WIDTH, num_attention_heads=8, o_groups=8,
+        moe_intermediate_size=16, dspark_n_routed_experts=8, vocab_size=VOCAB,
     )  # fmt: skip
     draft, params = DeepseekDraft(config=config), deepseek_params(config, rng)
-    tables = rng.normal(size=(2, 64, 32)).astype(np.float32)
+    tables = rng.normal(size=(2, VOCAB, WIDTH)).astype(np.float32)
     shared = SharedHead(embedding=tables[0], head=0.15 * tables[1])
     rows = (1, REQUESTS, config.sliding_window, config.head_dim)
     cache = WindowCache(kv=rng.normal(size=rows).astype(np.float32))
@@ -41,28 +41,38 @@ def test_sharded_drafts_are_the_same(shape, rng):
         temperature=jnp.array([0.0, 1.0, 0.0, 1.5]), top_k=ints, top_p=zeros + 1, min_p=zeros,
         seed=jnp.arange(REQUESTS, dtype=jnp.uint32),
     )  # fmt: skip
+    slots = (
+        np.arange(5, 5 + REQUESTS, dtype=np.int32),
+        np.array([0, 3, 9, 20], np.int32),
+        sampling,
+    )
 
-    def run(params: Params, shared: SharedHead, cache: WindowCache, anchor, anchor_pos) -> Block:
+    def run(params: Params, shared: SharedHead, cache: WindowCache, slots: tuple) -> Block:
+        anchor, anchor_pos, sampling = slots
         return propose(
             draft, params, shared, cache, anchor=anchor, anchor_pos=anchor_pos,
-            round_index=ints, sampling=sampling, coupled=False,
+            round_index=jnp.zeros_like(anchor), sampling=sampling, coupled=False,
         )  # fmt: skip
 
-    anchor, anchor_pos = np.arange(5, 5 + REQUESTS), np.array([0, 3, 9, 20])
-    expected = jax.jit(run)(params, shared, cache, anchor, anchor_pos)
-    mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-
-    def put(tree: object, spec: PartitionSpec) -> object:
-        return jax.device_put(tree, NamedSharding(mesh, spec))
-
-    spread = jax.tree_util.tree_map_with_path(lambda p, x: put(x, _spec(p, x)), params)
-    experts = spread["layers"][0]["moe"]["gate_up"]
-    assert experts.addressable_shards[0].data.shape[0] == 8 // shape[1]
-    got = jax.jit(run)(
-        spread, put(shared, PartitionSpec("model")), put(cache, PartitionSpec(None, "data")),
-        put(anchor, PartitionSpec("data")), put(anchor_pos, PartitionSpec("data")),
+    expected = jax.jit(run)(params, shared, cache, slots)
+    devices = make_mesh(parse_mesh(mesh))
+    trees, specs = (params, shared, cache), (
+        param_specs(params), param_specs(shared), state_specs(cache)
     )  # fmt: skip
+    check_divides(devices, trees, specs, "draft")
+    placed = place(devices, trees, specs)
+    experts = placed[0]["layers"][0]["moe"]["gate_up"].addressable_shards[0].data
+    assert experts.size == 8 * WIDTH * 2 * 16 // devices.shape["expert"] // devices.shape["model"]
+    grouped = jax.shard_map(
+        run, in_specs=(WHOLE, WHOLE, PartitionSpec(None, "data"), SLOTS_FIRST),
+        out_specs=SLOTS_FIRST, axis_names={"data"}, check_vma=False,
+    )  # fmt: skip
+    with jax.set_mesh(devices):
+        compiled = jax.jit(grouped).lower(*placed, slots).compile()
+        got = compiled(*placed, slots)
     np.testing.assert_array_equal(got.draft_tokens, expected.draft_tokens)
     np.testing.assert_allclose(got.draft_logits, expected.draft_logits, atol=2e-4)
     np.testing.assert_allclose(got.confidence_logits, expected.confidence_logits, atol=2e-4)
     assert len(np.unique(expected.draft_tokens)) > 4
+    talk = collectives(compiled.as_text())
+    assert max(c.size for c in talk) <= REQUESTS * config.block_size * WIDTH  # hidden rows
