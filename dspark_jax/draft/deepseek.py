@@ -10,6 +10,7 @@ import dataclasses
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from dspark_jax.attention import attend_window
 from dspark_jax.config_deepseek import DeepseekDraftConfig
@@ -30,8 +31,10 @@ from dspark_jax.layers import (
     score_vocabulary,
 )
 from dspark_jax.moe import DeepseekMoe
-from dspark_jax.sharding import whole
+from dspark_jax.sharding import spec_here, whole
 from dspark_jax.types import Params, SharedHead
+from pallas_kernels.dispatch import on_tpu
+from pallas_kernels.window_attention.ops import window_attention
 
 _FLOAT32 = {"attn_mix", "ffn_mix", "hc_head", "sink", "bias", "bias_vision"}
 _QUERY_EPS = 1e-6  # of the per-head query norm, whatever rms_norm_eps is
@@ -106,14 +109,47 @@ class LatentAttention(nn.Module):
         if cfg.normalise_queries:
             size = jnp.mean(jnp.square(q.astype(jnp.float32)), axis=-1, keepdims=True)
             q = (q * jax.lax.rsqrt(size + _QUERY_EPS)).astype(x.dtype)
-        out = attend_window(
-            rotate_tail(q, angles), self.keys_values(x, angles), cache, layer,
-            first_slot=0, cache_len=cache_len, sink=self.sink, scale=cfg.head_dim**-0.5,
+        out = _attend_block(
+            rotate_tail(q, angles), self.keys_values(x, angles), cache, layer, cache_len,
+            sink=self.sink, scale=cfg.head_dim**-0.5,
         )  # fmt: skip
         out = rotate_tail(out, angles, inverse=True)
         out = out.reshape(*x.shape[:2], cfg.o_groups, -1)
         out = jnp.einsum("rkgi,gio->rkgo", out, self.o_a)
         return jnp.einsum("rkgo,god->rkd", out, self.o_b)
+
+
+def _attend_block(
+    q: jax.Array,
+    new_kv: jax.Array,
+    cache: WindowCache,
+    layer: int,
+    cache_len: jax.Array,
+    *,
+    sink: jax.Array,
+    scale: float,
+) -> jax.Array:
+    """`attend_window`; on a TPU a kernel, under a mesh one per shard of the heads."""
+
+    def reference(
+        q: jax.Array, new_kv: jax.Array, cache: WindowCache, cache_len: jax.Array, sink: jax.Array
+    ) -> jax.Array:
+        return attend_window(
+            q, new_kv, cache, layer, first_slot=0, cache_len=cache_len, sink=sink, scale=scale
+        )
+
+    def kernel(
+        q: jax.Array, new_kv: jax.Array, cache: WindowCache, cache_len: jax.Array, sink: jax.Array
+    ) -> jax.Array:
+        return window_attention(
+            q, new_kv, cache.kv, layer, 0, cache_len, sink, scale=scale, impl="pallas"
+        )
+
+    rows, each = spec_here(None, None, "heads", None), PartitionSpec()
+    return on_tpu(
+        kernel, reference, q, new_kv, cache, cache_len, sink,
+        specs=((rows, each, each, each, spec_here("heads")), rows),
+    )  # fmt: skip
 
 
 class DeepseekBlock(nn.Module):
