@@ -27,12 +27,9 @@ from dspark_jax.checkpoint.draft import rules_and_extras
 from dspark_jax.checkpoint.draft_layouts import read_draft_config
 from dspark_jax.checkpoint.fingerprint import fingerprint_target
 from dspark_jax.checkpoint.orbax_layout import (
-    ARRAYS,
     EXTRA,
-    ArrayWriter,
     Leaf,
     Manifest,
-    chunk_shape,
     is_converted,
 )
 from dspark_jax.checkpoint.quantized import (
@@ -46,6 +43,7 @@ from dspark_jax.checkpoint.rules import TensorRule, check_stored, parameter_shap
 from dspark_jax.checkpoint.safetensors import FLOAT_TYPES, NUMPY_TYPES, TensorReader
 from dspark_jax.checkpoint.target import target_rules
 from dspark_jax.checkpoint.workplace import Workplace, copy_side_files
+from dspark_jax.checkpoint.zarr_arrays import ARRAYS, ArrayWriter, chunk_shape
 from dspark_jax.config import TARGET_ARCHITECTURES, TargetConfig, read_config_json
 from dspark_jax.config_deepseek import is_deepseek
 from dspark_jax.sharding import MeshShape, param_specs
@@ -159,9 +157,8 @@ def plan_leaves(source: Source, form: str) -> list[tuple[Leaf, TensorRule]]:
 
     Args:
       source: of `open_source`.
-      form: one of `FORMS`. "float8" puts matrices into FP8 and leaves tables, vectors, and
-        parameters made of unlike matrices (fused Q, K and V) as stored; "bfloat16" leaves what
-        the reference computes in float32 as stored.
+      form: one of `FORMS`. "float8" puts matrices into FP8 and leaves tables and vectors as
+        stored; "bfloat16" leaves what the reference computes in float32 as stored.
 
     Returns:
       A leaf and its rule per parameter and kept tensor.
@@ -182,7 +179,7 @@ def _leaf(source: Source, rule: TensorRule, form: str) -> Leaf:
     if not extra and not kinds & {*FLOAT_TYPES} and (form == "as-stored" or fp8 and as_stored):
         kept, block = ("fp8", source.block) if fp8 else ("fp4", ROW_GROUP)
         return _quantised_leaf(rule, kept, block)
-    matrix = rule.path[-1] in _MATRICES and len({*rule.shapes}) == 1 and len(rule.shapes[0]) == 2
+    matrix = rule.path[-1] in _MATRICES and all(len(shape) == 2 for shape in rule.shapes)
     if form == "float8" and matrix and not rule.exact:
         return _quantised_leaf(rule, "fp8", source.block or FP8_BLOCK)
     if (extra and not floats) or (floats and (rule.exact or as_stored)):
@@ -197,10 +194,13 @@ def _quantised_leaf(rule: TensorRule, form: str, block: tuple[int, int]) -> Leaf
     rows, columns = rule.shapes[0]
     count, group = len(rule.names), rule.group
     lead = (count // group, group) if group > 1 else (count,) if group or count > 1 else ()
-    width = columns // 2 if form == "fp4" else columns
+    width, heights = columns // 2 if form == "fp4" else columns, ()
+    if len({*rule.shapes}) > 1:  # fused Q, K and V
+        heights = tuple(shape[0] for shape in rule.shapes)
+        lead, rows = (), sum(heights)
     return Leaf(
         path=rule.path, names=rule.names, form=form, shape=(*lead, rows, width), dtype="uint8",
-        block=block,
+        block=block, heights=heights,
     )  # fmt: skip
 
 
@@ -223,7 +223,8 @@ def pieces(source: Source, leaf: Leaf, rule: TensorRule) -> Iterator[list[np.nda
             yield [_pack(rule, (source.plain.read(n).astype(dtype, copy=False) for n in names))]
         elif source.raw.dtype(names[0]) in FLOAT_TYPES or _recast(source, leaf, names[0]):
             pairs = [quantise_fp8(_float32(source, name), leaf.block) for name in names]
-            yield [stack(side, rule.group) for side in zip(*pairs, strict=True)]
+            join = np.concatenate if leaf.heights else functools.partial(stack, group=rule.group)
+            yield [join(side) for side in zip(*pairs, strict=True)]
         else:
             codes = [source.raw.read(name).view(np.uint8) for name in names]
             scales = [source.raw.read(scale_of(name)).view(np.uint8) for name in names]

@@ -19,9 +19,8 @@ from dspark_jax.checkpoint.orbax_layout import (
     OrbaxReader,
     dequantise,
     is_packed,
-    raw_bytes,
 )
-from dspark_jax.checkpoint.quantized import scale_of, unstack
+from dspark_jax.checkpoint.quantized import scale_of
 from dspark_jax.checkpoint.rules import TensorRule, same
 from dspark_jax.checkpoint.safetensors import FLOAT_TYPES, NUMPY_TYPES
 from dspark_jax.checkpoint.safetensors_shards import (
@@ -34,6 +33,7 @@ from dspark_jax.checkpoint.safetensors_shards import (
 )
 from dspark_jax.checkpoint.target import target_rules
 from dspark_jax.checkpoint.workplace import Workplace, copy_side_files
+from dspark_jax.checkpoint.zarr_arrays import raw_bytes
 from dspark_jax.config import TargetConfig, read_config_json
 
 
@@ -161,8 +161,7 @@ def _unpack(
     """Stored tensors of (some rows of) a leaf's arrays."""
     if leaf.form == "plain":
         return list(rule.unpack(parts[0]))
-    step = rule.group or len(leaf.names)
-    pairs = zip(*(unstack(part, step) for part in parts), strict=True)
+    pairs = leaf.matrices(*parts)
     if _is_kept(reader, leaf):
         return [array for pair in pairs for array in pair]
     return [dequantise(codes, scales, leaf) for codes, scales in pairs]

@@ -12,29 +12,26 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import tensorstore as ts
 
 from dspark_jax.checkpoint.quantized import (
     Packed,
     dequantise_fp4,
     dequantise_fp8,
     not_packed,
-    unstack,
 )
 from dspark_jax.checkpoint.rules import Path as TreePath
 from dspark_jax.checkpoint.rules import TensorRule, pack_groups
 from dspark_jax.checkpoint.safetensors import NUMPY_TYPES, TensorReader
+from dspark_jax.checkpoint.zarr_arrays import ARRAYS, open_array, raw_bytes
 
 MANIFEST = "dspark_checkpoint.json"
-ARRAYS = "params"
 VERSION = 1
-CHUNK_BYTES = 128 << 20  # a file of an array holds no more than this
 EXTRA = "extra"  # stored tensors that are no parameters are kept under it as they are
 TYPE_NAMES = {dtype: name for name, dtype in NUMPY_TYPES.items()}
 
@@ -50,6 +47,7 @@ class Leaf:
       shape: of the array, or of the codes.
       dtype: of the array, in NumPy's words; codes are uint8.
       block: rows and columns that share a scale; None for plain.
+      heights: rows of each matrix, where unlike ones lie one below the other; () elsewhere.
     """
 
     path: TreePath
@@ -58,6 +56,7 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: str
     block: tuple[int, int] | None = None
+    heights: tuple[int, ...] = ()
 
     def arrays(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """Name -> shape and type of the arrays it consists of."""
@@ -66,9 +65,20 @@ class Leaf:
             return {name: (self.shape, np.dtype(self.dtype))}
         *lead, rows, columns = self.shape
         width = columns * (2 if self.form == "fp4" else 1)
-        grid = (-(-rows // self.block[0]), -(-width // self.block[1]))
+        grid = (sum(self._scale_rows(rows)), -(-width // self.block[1]))
         byte = np.dtype(np.uint8)
         return {f"{name}.codes": (self.shape, byte), f"{name}.scales": ((*lead, *grid), byte)}
+
+    def matrices(self, codes: np.ndarray, scales: np.ndarray) -> list[tuple[np.ndarray, ...]]:
+        """Codes and scales of each stored matrix, from arrays or some of their experts' rows."""
+        if self.heights:
+            pair = ((codes, self.heights), (scales, self._scale_rows(0)))
+            return list(zip(*(np.split(x, np.cumsum(n)[:-1]) for x, n in pair), strict=True))
+        parts = (x.reshape(-1, *x.shape[-2:]) for x in (codes, scales))
+        return list(zip(*parts, strict=True))
+
+    def _scale_rows(self, rows: int) -> list[int]:
+        return [-(-height // self.block[0]) for height in self.heights or (rows,)]
 
     def describe(self) -> str:
         """Name, type and shape, for people."""
@@ -240,7 +250,7 @@ class OrbaxReader:
     def read_rows(self, name: str, rows: np.ndarray) -> np.ndarray:
         """Some rows of a stored tensor that was kept as it is, without reading the rest."""
         (array,) = self._of_name[name].arrays()
-        store = _open(self.directory / ARRAYS / array)
+        store = open_array(self.directory / ARRAYS / array)
         return np.concatenate([store[int(r) : int(r) + 1].read().result() for r in rows])
 
     def arrays(self, leaf: Leaf) -> list[np.ndarray]:
@@ -252,7 +262,7 @@ class OrbaxReader:
         out = []
         for name, (shape, dtype) in leaf.arrays().items():
             try:
-                value = np.asarray(_open(self.directory / ARRAYS / name).read().result())
+                value = np.asarray(open_array(self.directory / ARRAYS / name).read().result())
             except (ValueError, OSError) as error:
                 raise ValueError(f"{self.directory}: {name} is damaged ({error}).") from error
             found = hashlib.sha256(raw_bytes(value)).hexdigest()
@@ -266,18 +276,15 @@ class OrbaxReader:
 
     def rows(self, array: str, begin: int, end: int) -> np.ndarray:
         """Some rows of the first axis of an array, their checksum not compared."""
-        return np.asarray(_open(self.directory / ARRAYS / array)[begin:end].read().result())
+        return np.asarray(open_array(self.directory / ARRAYS / array)[begin:end].read().result())
 
     def parameter(self, rule: TensorRule, dtype: np.dtype) -> np.ndarray:
         """The parameter of a rule, dequantised if it is kept quantised."""
         leaf = self.leaf(rule.path)
         if leaf.form == "plain":
             return self.arrays(leaf)[0].astype(dtype, copy=False)
-        codes, scales = (unstack(array, len(leaf.names)) for array in self.arrays(leaf))
-        place = {name: i for i, name in enumerate(leaf.names)}
-        return pack_groups(
-            rule, lambda n: dequantise(codes[place[n]], scales[place[n]], leaf), dtype
-        )
+        stored = dict(zip(leaf.names, leaf.matrices(*self.arrays(leaf)), strict=True))
+        return pack_groups(rule, lambda name: dequantise(*stored[name], leaf), dtype)
 
     def packed(self, rule: TensorRule) -> Packed:
         """Codes and scales of a parameter that is kept quantised.
@@ -304,96 +311,6 @@ def dequantise(codes: np.ndarray, scales: np.ndarray, leaf: Leaf) -> np.ndarray:
     return dequantise_fp8(codes.view(jnp.float8_e4m3fn), scales, leaf.block)
 
 
-class ArrayWriter:
-    """One array being written, from its first rows to its last.
-
-    Args:
-      directory: the converted directory.
-      name: of the array.
-      shape: its shape.
-      dtype: its type.
-      chunk: of `chunk_shape`.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        name: str,
-        shape: tuple[int, ...],
-        dtype: np.dtype,
-        chunk: tuple[int, ...],
-    ):
-        self.name, self._shape, self._done = name, shape, 0
-        self._step = chunk[0] if chunk else 1
-        self._digest = hashlib.sha256()
-        metadata = {
-            "shape": list(shape), "chunks": list(chunk), "dtype": _zarr_type(dtype),
-            "compressor": None, "fill_value": None,
-        }  # fmt: skip
-        self._store = _open(directory / ARRAYS / name, metadata)
-
-    def write(self, rows: np.ndarray) -> None:
-        """Appends rows of the first axis (the whole, for a scalar).
-
-        Raises:
-          OSError: the disk is full or not writable.
-        """
-        rows = np.ascontiguousarray(rows).reshape(rows.shape)
-        count = rows.shape[0] if rows.shape else 1
-        try:
-            if not rows.shape:
-                self._store.write(rows).result()
-            for begin in range(0, count, self._step) if rows.shape else ():  # the rows of a file
-                part, at = rows[begin : begin + self._step], self._done + begin
-                self._store[at : at + len(part)].write(part).result()
-        except Exception as error:  # the storage layer reports a full disk in several types
-            raise OSError(
-                f"could not write {self.name}: {error}; free some space, or choose another disk."
-            ) from error
-        self._digest.update(raw_bytes(rows))
-        self._done += count
-
-    def finish(self) -> str:
-        """Hex sha256 of all rows.
-
-        Raises:
-          ValueError: rows are missing.
-        """
-        expected = self._shape[0] if self._shape else 1
-        if self._done != expected:
-            raise ValueError(f"{self.name}: {self._done} of {expected} rows were written.")
-        return self._digest.hexdigest()
-
-
-def chunk_shape(
-    shape: tuple[int, ...], itemsize: int, *, entries: int = 0, parts: Sequence[int] = ()
-) -> tuple[int, ...]:
-    """How an array is cut into files.
-
-    Args:
-      shape: of the array.
-      itemsize: bytes of an element.
-      entries: rows of the first axis written at a time; 0 is all of them.
-      parts: along each axis, the number of devices it is spread over; () is one.
-
-    Returns:
-      Shape of a file: no device needs a part of one, and none is above `CHUNK_BYTES` unless a
-      single row is.
-    """
-    parts = tuple(parts) or (1,) * len(shape)
-    chunk = [max(1, -(-size // count)) for size, count in zip(shape, parts, strict=True)]
-    if entries and shape:
-        chunk[0] = math.gcd(chunk[0], entries)
-    while math.prod(chunk) * itemsize > CHUNK_BYTES:
-        axis = next((i for i, size in enumerate(chunk) if size > 1 and size % 2 == 0), None)
-        if axis is None:
-            axis = max(range(len(chunk)), key=chunk.__getitem__)
-            if parts[axis] > 1:  # an odd part cannot be halved without straddling devices
-                break
-        chunk[axis] = -(-chunk[axis] // 2)
-    return tuple(chunk)
-
-
 def verify(directory: str | Path, say: Callable[[str], None]) -> int:
     """Reads every array of a converted directory and compares its checksum.
 
@@ -416,29 +333,11 @@ def verify(directory: str | Path, say: Callable[[str], None]) -> int:
     return count
 
 
-def _open(path: Path, metadata: Mapping[str, Any] | None = None) -> ts.TensorStore:
-    files = {"driver": "file", "path": f"{path}/", "file_io_sync": False}
-    spec = {"driver": "zarr", "kvstore": files}
-    if metadata is None:
-        return ts.open(spec).result()
-    return ts.open(spec | {"metadata": dict(metadata)}, create=True, delete_existing=True).result()
-
-
-def _zarr_type(dtype: np.dtype) -> str:
-    own = (jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2)
-    return dtype.name if dtype in map(np.dtype, own) else dtype.str
-
-
-def raw_bytes(value: np.ndarray) -> memoryview:
-    """The bytes of an array in C order."""
-    return np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
-
-
 def _array_path(leaf: Leaf, name: str) -> Iterable[str]:
     path = [str(part) for part in leaf.path]
     return path if leaf.form == "plain" else [*path, name.rpartition(".")[2]]
 
 
 def _leaf(stored: Mapping[str, Any]) -> Leaf:
-    lists = {"path", "names", "shape", "block"}
+    lists = {"path", "names", "shape", "block", "heights"}
     return Leaf(**{k: tuple(v) if k in lists and v is not None else v for k, v in stored.items()})

@@ -101,11 +101,6 @@ def stack(parts: Sequence[np.ndarray], group: int) -> np.ndarray:
     return whole.reshape(-1, group, *whole.shape[1:]) if group > 1 else whole
 
 
-def unstack(array: np.ndarray, count: int) -> np.ndarray:
-    """The inverse of `stack`: [count, out, in]."""
-    return array.reshape(count, *array.shape[-2:])
-
-
 def quantise_fp8(values: np.ndarray, block: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     """A matrix in FP8, with the smallest power-of-two scale per block that loses no large value.
 
