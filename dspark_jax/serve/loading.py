@@ -37,6 +37,7 @@ class LoadOptions:
     min_predicted_gain: float | None = None
     confidence_source: str = "head"
     probe_every: int = 0
+    planner: str = "device"
     rejection_sample_method: str = "standard"
     sps_table: str | None = None
     confidence_sts: str | None = None
