@@ -145,7 +145,9 @@ def main() -> None:
     programs, fit = compile_all(args, models, topology)
     contexts = args.at_context or [max(args.context // 2, 1)]
     config = models.draft.config if models.draft else None
-    points = cost_points(programs, contexts, config, dearest=args.sampling == "filtered")
+    points = cost_points(
+        programs, contexts, config, capacity=args.context, dearest=args.sampling == "filtered"
+    )
     chip = topology.chip
     print(f"{topology.name}: {len(topology.devices)} devices, mesh {args.mesh}; {chip.name}")
     print("\n".join(memory_lines(programs)), end="\n\n")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 
 from dspark_jax.aot.cost import Cost, ProgramCost, seconds, total
-from dspark_jax.aot.hlo import Module, parse_module
+from dspark_jax.aot.hlo import Array, Module, parse_module
 from dspark_jax.chips import Chip
 
 _GIB = 2.0**30
@@ -66,7 +66,12 @@ class Compiled:
         return None if self.module is None else self.module.mosaic_kernels
 
     def phases(
-        self, trips: Callable[[str], int], *, bucket: int = 0, dearest: bool = False
+        self,
+        trips: Callable[[str], int],
+        *,
+        bucket: int = 0,
+        dearest: bool = False,
+        kernel_share: Callable[[Array], float] = lambda array: 1.0,
     ) -> dict[str, Cost]:
         """Costs by phase.
 
@@ -74,6 +79,7 @@ class Compiled:
           trips: name of a loop in the program -> its runs, where the program does not say.
           bucket: index into `buckets`.
           dearest: take the dearest way through conditionals instead of the cheapest.
+          kernel_share: part of an operand that a Pallas kernel reads.
 
         Returns:
           Phase -> cost on one device.
@@ -85,7 +91,7 @@ class Compiled:
             raise ValueError(f"{self.name} has no compiled text to read costs from.")
         walked = ProgramCost(
             self.module, self.chip, dynamic_trips=trips, buckets=len(self.buckets), bucket=bucket,
-            dearest=dearest,
+            dearest=dearest, kernel_share=kernel_share,
         )  # fmt: skip
         return walked.phases
 

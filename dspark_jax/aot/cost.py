@@ -104,6 +104,8 @@ class ProgramCost:
       buckets: branches of the switch over verified rows; 1 when there is no switch.
       bucket: which of them is run.
       dearest: run the dearest branch of every other conditional instead of the cheapest.
+      kernel_share: part of an operand that a Pallas kernel reads, for caches of which it reads
+        what is filled; a kernel that declares its bytes is not asked.
     """
 
     def __init__(
@@ -115,10 +117,12 @@ class ProgramCost:
         buckets: int = 1,
         bucket: int = 0,
         dearest: bool = False,
+        kernel_share: Callable[[Array], float] = lambda array: 1.0,
     ):
         self._computations = module.computations
         self._chip, self._trips = chip, dynamic_trips
         self._buckets, self._bucket, self._dearest = buckets, bucket, dearest
+        self._share = kernel_share
         self._known: dict[tuple[str, str], Phases] = {}
         self.phases = self._of(module.entry, OTHER)
 
@@ -165,7 +169,9 @@ class ProgramCost:
         elif is_mosaic(instruction):
             cost.kernels = 1
             cost.flops = instruction.numbers.get("flops", 0)
-            moved = _moved(computation, instruction)
+            read = [a for o in instruction.operands for a in computation.arrays(o)]
+            moved = sum(a.hbm_bytes * self._share(a) for a in read)
+            moved += sum(a.hbm_bytes for a in instruction.arrays)
             cost.hbm_bytes = instruction.numbers.get("bytes_accessed", moved)
         elif opcode == "fusion":
             fused = self._computations[instruction.called["calls"]]

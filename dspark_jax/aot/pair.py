@@ -70,13 +70,14 @@ class PairPrograms(Programs):
         return params.shared if self._models.params.shared is not None else None
 
     def _jobs(self) -> Iterator[tuple[str, dict, int, Callable]]:
-        kinds = ((self.prefill, "prefill"), (self.plain, "plain"), (self.round, "round"))
-        for name, table, rows, job in super()._jobs():
-            kind = next(kind for known, kind in kinds if known is table)
+        kinds = {id(self.prefill): "prefill", id(self.plain): "plain"}
+        for name, table, key, job in super()._jobs():
+            kind = kinds.get(id(table), "round")
+            rows, *chosen = key if isinstance(key, tuple) else (key,)  # by the host, if it chooses
             if self._wanted(kind, rows):
-                buckets = self.buckets(rows) if kind == "round" else ()
+                buckets = tuple(chosen) or self.buckets(rows) if kind == "round" else ()
                 facts = dict(name=name, kind=kind, rows=rows, buckets=buckets)
-                yield name, table, rows, functools.partial(self._keep, facts, job)
+                yield name, table, key, functools.partial(self._keep, facts, job)
 
     def _keep(self, facts: dict, job: Callable) -> Compiled:
         self._current = facts

@@ -10,6 +10,7 @@ from typing import Any
 from dspark_jax.aot.compiled import Compiled, gib
 from dspark_jax.aot.cost import Cost
 from dspark_jax.aot.fit import Fit
+from dspark_jax.aot.hlo import Array
 from dspark_jax.attention import CONTEXT_BLOCK
 from dspark_jax.config_deepseek import DeepseekDraftConfig
 from dspark_jax.sps import FORMAT, Curve, SpsKey, SpsTable
@@ -73,18 +74,65 @@ def loop_trips(context: int, requests: int, draft: Any) -> Callable[[str], int]:
     return trips
 
 
+def filled_share(
+    context: int, requests: int, draft: Any, capacity: int
+) -> Callable[[Array], float]:
+    """Part of an operand that an attention kernel reads: of caches, R slots of one layer.
+
+    Args:
+      context: rows of context per request.
+      requests: R.
+      draft: its config.
+      capacity: C of caches [.., G, C, H].
+
+    Returns:
+      Array -> part.
+    """
+    window = (0, 0)
+    if isinstance(draft, DeepseekDraftConfig):
+        window = (draft.sliding_window, draft.head_dim)
+
+    def share(array: Array) -> float:
+        dims = array.dims
+        if len(dims) >= 4 and dims[-2] == capacity:
+            return min(requests / math.prod(dims[:-3]), 1.0) * min(context / capacity, 1.0)
+        if len(dims) >= 3 and dims[-2:] == window:
+            return min(requests / math.prod(dims[:-2]), 1.0)
+        return 1.0
+
+    return share
+
+
 def cost_points(
-    programs: Sequence[Compiled], contexts: Sequence[int], draft: Any, *, dearest: bool
+    programs: Sequence[Compiled],
+    contexts: Sequence[int],
+    draft: Any,
+    *,
+    capacity: int,
+    dearest: bool,
 ) -> list[Point]:
-    """Costs of every program that fits, per bucket and context length."""
+    """Costs of every program that fits, per bucket and context length.
+
+    Args:
+      programs: compiled.
+      contexts: rows of context per request.
+      draft: its config, or None.
+      capacity: C, tokens per slot.
+      dearest: take the dearest way through conditionals instead of the cheapest.
+
+    Returns:
+      The points.
+    """
     points = []
     for program in programs:
         if program.module is None:
             continue
         for context in contexts:
-            trips = loop_trips(context, program.rows, draft)
+            requests = 1 if program.kind == "prefill" else program.rows
+            trips = loop_trips(context, requests, draft)
+            share = filled_share(context, requests, draft, capacity)
             for index, bucket in enumerate(program.buckets or (0,)):
-                phases = program.phases(trips, bucket=index, dearest=dearest)
+                phases = program.phases(trips, bucket=index, dearest=dearest, kernel_share=share)
                 points.append(Point(
                     program=program, context=context, bucket=bucket, phases=phases,
                     seconds=program.modelled_seconds(phases),

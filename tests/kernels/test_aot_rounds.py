@@ -100,7 +100,7 @@ def test_a_round_compiles_with_the_kernels_it_calls(name):
 def _check_costs(program: Compiled, programs: PairPrograms, parts: int) -> None:
     """The layers' products are all there, and the weights move once, on each of the devices."""
     config = programs.decoder.draft.config
-    points = cost_points([program], [256], config, dearest=False)
+    points = cost_points([program], [256], config, capacity=CAPACITY, dearest=False)
     assert [p.bucket for p in points] == list(program.buckets)
     target = programs.decoder.target.config
     width, heads = target.hidden_size, target.head_dim

@@ -9,7 +9,13 @@ from dspark_jax.aot.compiled import Compiled, Memory, compile_program, shortage
 from dspark_jax.aot.cost import ProgramCost, seconds, total
 from dspark_jax.aot.fit import Fit
 from dspark_jax.aot.hlo import parse_arrays, parse_module
-from dspark_jax.aot.report import cost_points, loop_trips, modelled_sps, write_json
+from dspark_jax.aot.report import (
+    cost_points,
+    filled_share,
+    loop_trips,
+    modelled_sps,
+    write_json,
+)
 from dspark_jax.calibrate import Traces
 from dspark_jax.chips import CHIPS, COLLECTIVE_LATENCY_S, Chip
 from dspark_jax.sps import SpsKey, load_sps_table
@@ -208,7 +214,7 @@ def _round(rows: int) -> Compiled:
 
 def test_rounds_become_a_speed_table_that_scheduling_reads(tmp_path):
     programs = [_round(1), _round(2)]
-    points = cost_points(programs, [256, 1024], None, dearest=False)
+    points = cost_points(programs, [256, 1024], None, capacity=2048, dearest=False)
     assert len(points) == 2 * 2 * 3
     table = modelled_sps(points, SpsKey(device="1x made", model="m", dtype="bfloat16"))
     fit = Fit(chip=CHIP, params=1, fixed=2.0, per_slot=3.0, per_token=4.0, groups=1)
@@ -234,6 +240,18 @@ def test_loops_run_by_context_and_experts():
     assert trips("jit(f)/target.verify/while/body/DecoderLayer/while") == 4
     assert trips("jit(f)/draft.backbone/DraftLayer/while") == 4
     assert trips("jit(f)/accept/while") == 1
+
+
+def test_kernels_read_what_is_filled_of_a_cache():
+    share = filled_share(1024, 8, None, 4096)
+    cache, rows = parse_arrays("(bf16[160,8,4096,128]{3,2,1,0}, bf16[8,7,32,128]{3,2,1,0})")
+    assert share(cache) == pytest.approx(8 / 160 * 1024 / 4096) and share(rows) == 1.0
+    text = TEXT.replace('"bytes_accessed":"4000"', "").replace('64",', '64"')
+    halved = ProgramCost(
+        parse_module(text), CHIP, dynamic_trips=lambda name: 1, dearest=True,
+        kernel_share=lambda array: 0.5 if array.dims == (1000,) else 1.0,
+    ).phases["accept"]  # fmt: skip
+    assert halved.hbm_bytes == 4004 + 2000 + 40
 
 
 def test_room_is_linear():
