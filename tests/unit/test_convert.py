@@ -23,7 +23,9 @@ from dspark_jax.checkpoint.deepseek import load_deepseek_draft
 from dspark_jax.checkpoint.draft import load_draft
 from dspark_jax.checkpoint.fingerprint import fingerprint_target
 from dspark_jax.checkpoint.orbax_layout import Manifest, OrbaxReader
+from dspark_jax.checkpoint.quantized import quantise_fp8, scale_of
 from dspark_jax.checkpoint.safetensors import TensorReader
+from dspark_jax.checkpoint.safetensors_shards import write_shard
 from dspark_jax.checkpoint.target import load_target
 from dspark_jax.checkpoint.zarr_arrays import chunk_shape
 from dspark_jax.engine.load import load_pair
@@ -78,6 +80,60 @@ def test_converted_loads_as_the_source_does_and_comes_back_with_its_bytes(name, 
         assert back.read(tensor).tobytes() == stored.read(tensor).tobytes(), tensor
     assert (tmp_path / "back" / "config.json").read_bytes() == (source / "config.json").read_bytes()
     assert _left(tmp_path) == ["back", "halved", "stored"]
+
+
+def _quantised(folder: Path, family: str, block: int, rng: np.random.Generator) -> None:
+    """A tiny draft as releases store them: FP8 in square blocks, experts in FP4, ragged edges."""
+    sizes = {"hidden_size": 40, "moe_intermediate_size": 34, "q_lora_rank": 35}
+    _, tensors = write_deepseek(folder, family, rng, stages=1, **sizes)
+    entries, values = [], {}
+
+    def add(name: str, dtype: str, value: np.ndarray) -> None:
+        entries.append((name, dtype, value.shape))
+        values[name] = value
+
+    for name, value in tensors.items():
+        scale, rows, columns = scale_of(name), value.shape[0], value.shape[-1]
+        if ".experts." in name:
+            add(name, "I8", rng.integers(-128, 128, (rows, columns // 2)).astype(np.int8))
+            grid = (rows, -(-columns // 32))
+            add(scale, "F8_E8M0", rng.integers(115, 125, grid).astype(np.uint8))
+        elif re.search(r"\.(w\w+|main_proj)\.weight", name):
+            codes, scales = quantise_fp8(value, (block, block))
+            add(name, "F8_E4M3", codes)
+            add(scale, "F8_E8M0", scales)
+        else:
+            add(name, "F32", value)
+    write_shard(folder / "model.safetensors", entries, values.__getitem__)
+    hf = json.loads((folder / "config.json").read_text())
+    hf["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [block, block]}
+    (folder / "config.json").write_text(json.dumps(hf))
+
+
+@pytest.mark.parametrize(("family", "block"), [("deepseek_v41", 32), ("deepseek_v4", 128)])
+def test_quantised_weights_of_both_families(family, block, tmp_path, rng):
+    """Codes and scales are kept, dequantised as the source's are, and given back."""
+    source, made = tmp_path / "source", tmp_path / "made"
+    source.mkdir()
+    _quantised(source, family, block, rng)
+    assert _run(source, made) == 0
+    assert _run(source, tmp_path / "exact", "--dtype", "float32") == 0
+    assert _run(made, tmp_path / "back", "--to", "hf") == 0
+    kinds = {leaf.form: leaf.block for leaf in Manifest.read(made).leaves}
+    assert kinds == {"plain": None, "fp4": (1, 32), "fp8": (block, block)}
+    expected = load_deepseek_draft(source)[1]
+    for folder in (made, tmp_path / "exact", tmp_path / "back"):
+        _same(load_deepseek_draft(folder)[1], expected)
+    packed = [load_deepseek_draft(folder, experts="packed")[1] for folder in (source, made)]
+    _same(*packed)
+    for name, axes in (("gate_up", (0, 3, 1, 2)), ("down", (0, 2, 1))):
+        kernel = packed[0]["layers"][0]["moe"][name]
+        _same(kernel.values(jnp.float32).transpose(axes), expected["layers"][0]["moe"][name])
+    stored, back = TensorReader(source), TensorReader(tmp_path / "back")
+    assert back.names() == stored.names() and "F8_E8M0" in map(stored.dtype, stored.names())
+    for name in back.names():
+        assert back.dtype(name) == stored.dtype(name)
+        assert back.read(name).tobytes() == stored.read(name).tobytes(), name
 
 
 def test_parity_of_a_converted_model(tmp_path):
