@@ -1,6 +1,7 @@
 """`tools/convert.py`: what goes in comes out, in every form, and nothing half-written stays."""
 
 import errno
+import functools
 import json
 import os
 import re
@@ -31,7 +32,13 @@ from dspark_jax.checkpoint.zarr_arrays import chunk_shape
 from dspark_jax.engine.load import load_pair
 from tests.deepseek_models import write_deepseek
 from tests.models import write_draft, write_target
-from tests.unit.draft_files import golden_target, read_files, to_speculators, write_files
+from tests.unit.draft_files import (
+    golden_target,
+    read_files,
+    to_specforge,
+    to_speculators,
+    write_files,
+)
 from tests.unit.test_inspect import write_release
 from tools import convert, parity
 
@@ -144,10 +151,17 @@ def test_parity_of_a_converted_model(tmp_path):
     assert len(results) == 9 and all(r.ok for r in results)
 
 
-@pytest.mark.parametrize("ids", [None, np.arange(3, 90, 4)], ids=["all", "reduced"])
-def test_other_layouts_keep_their_names_and_loads(ids, tmp_path):
-    """A speculators draft, sharded, under a prefix, with all tokens or some."""
-    hf, tensors = to_speculators(*read_files(GOLDEN / "qwen3_vanilla" / "draft"), ids=ids)
+LAYOUTS = {
+    "speculators": to_speculators,
+    "reduced": functools.partial(to_speculators, ids=np.arange(3, 90, 4)),
+    "specforge": to_specforge,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_other_layouts_keep_their_names(layout, tmp_path):
+    """Sharded, under a prefix, with all tokens or some of them."""
+    hf, tensors = LAYOUTS[layout](*read_files(GOLDEN / "qwen3_vanilla" / "draft"))
     tensors = {f"model.{name}": value for name, value in tensors.items()}
     write_files(tmp_path / "source", hf, tensors, shards=3)
     assert _run(tmp_path / "source", tmp_path / "made") == 0
