@@ -10,7 +10,8 @@ class BlockSizes:
     """How much of each operand a kernel holds in VMEM at a time."""
 
     context_rows: int = 256  # rows of a contiguous cache per step of the running softmax
-    vocab_columns: int = 2048  # columns of logits per step
+    vocab_columns: int = 4096  # columns of logits per step
+    vector_columns: int = 512  # of them in registers at a time; divides vocab_columns
     requests: int = 8  # requests per step over the vocabulary
     vmem_limit_bytes: int = 32 * 2**20  # what the compiler may use
 
@@ -41,3 +42,8 @@ def block_sizes() -> BlockSizes:
 def round_up(size: int, multiple: int) -> int:
     """The least multiple that is at least `size`."""
     return -(-size // multiple) * multiple
+
+
+def split(size: int, part: int) -> tuple[int, int]:
+    """How many equal parts of `part`, and their size; one of all where it does not divide."""
+    return (size // part, part) if size % part == 0 else (1, size)

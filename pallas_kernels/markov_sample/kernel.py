@@ -12,50 +12,60 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.chips import BlockSizes, round_up
+from pallas_kernels.chips import BlockSizes, split
 from pallas_kernels.markov_sample.ref import Draw
 from pallas_kernels.matmul import dot
 from pallas_kernels.noise import gumbel_at, is_key
 from pallas_kernels.vocab import fold_best, perturb, scale
 
 _GROUP = 256  # requests that share a tile of W2
-_TILE_BYTES = 2**19  # of float32 logits, which bounds the columns when requests are many
 
 
-def _body(first, latent, w2, base, temperature, *refs, vocab: int, noises: int, keep: bool):
+def _body(
+    first, latent, w2, base, temperature, *refs, vocab: int, noises: int, keep: bool, columns: int
+):
     noise, refs = refs[:noises], refs[noises:]
-    top, total, value, token, token_logit = refs[:5]
+    out = refs[:5]
+    tile = base.shape[1]
+    steps, part = split(tile, columns)
 
     @pl.when(pl.program_id(1) == 0)
     def _start():
-        for ref in (top, value, token_logit):
-            ref[...] = jnp.full_like(ref, -jnp.inf)
-        total[...] = jnp.zeros_like(total)
-        token[...] = jnp.zeros_like(token)
+        for ref, value in zip(out, (-jnp.inf, 0.0, -jnp.inf, 0, -jnp.inf), strict=True):
+            ref[...] = jnp.full_like(ref, value)
 
-    bias = dot(latent[...], w2[...], contract=1)
-    logits = base[...].astype(jnp.float32) + bias
-    if keep:
-        refs[5][...] = logits
-    local = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    local = local + pl.program_id(1) * logits.shape[1]
-    column, valid = local + first[0], local < vocab
-    scaled = jnp.where(valid, scale(logits, temperature[...]), -jnp.inf)
-    perturbed = scaled
-    if noise:
-        keys = tuple(ref[...] for ref in noise)
-        drawn = keys[0] if noises == 1 else gumbel_at(keys, column)
-        perturbed = perturb(scaled, temperature[...], drawn)
+    def step(i: jax.Array, carry: tuple) -> tuple:
+        top, total, value, token, token_logit = carry
+        at = pl.ds(pl.multiple_of(i * part, part), part)
+        logits = base[:, at].astype(jnp.float32) + dot(latent[...], w2[at, :], contract=1)
+        if keep:
+            refs[5][:, at] = logits
+        local = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+        local = local + (pl.program_id(1) * tile + i * part)
+        column, valid = local + first[0], local < vocab
+        scaled = jnp.where(valid, scale(logits, temperature[...]), -jnp.inf)
+        perturbed = scaled
+        if noises == 1:
+            perturbed = perturb(scaled, temperature[...], noise[0][:, at])
+        elif noises:
+            drawn = gumbel_at((noise[0][...], noise[1][...]), column)
+            perturbed = perturb(scaled, temperature[...], drawn)
+        peak = jnp.maximum(top, scaled.max(axis=1, keepdims=True))
+        safe = jnp.where(peak == -jnp.inf, 0.0, peak)
+        mass = jnp.exp(scaled - safe).sum(axis=1, keepdims=True)
+        new_value, new_token = fold_best(value, token, perturbed, column, valid)
+        here = jnp.where(column == new_token, scaled, -jnp.inf).max(axis=1, keepdims=True)
+        return (
+            peak,
+            total * jnp.exp(top - safe) + mass,
+            new_value,
+            new_token,
+            jnp.where(new_value > value, here, token_logit),
+        )
 
-    peak = jnp.maximum(top[...], scaled.max(axis=1, keepdims=True))
-    safe = jnp.where(peak == -jnp.inf, 0.0, peak)
-    mass = jnp.exp(scaled - safe).sum(axis=1, keepdims=True)
-    total[...] = total[...] * jnp.exp(top[...] - safe) + mass
-    top[...] = peak
-    before = value[...]
-    value[...], token[...] = fold_best(before, token[...], perturbed, column, valid)
-    here = jnp.where(column == token[...], scaled, -jnp.inf).max(axis=1, keepdims=True)
-    token_logit[...] = jnp.where(value[...] > before, here, token_logit[...])
+    folded = jax.lax.fori_loop(0, steps, step, tuple(ref[...] for ref in out))
+    for ref, value in zip(out, folded, strict=True):
+        ref[...] = value
 
 
 @functools.partial(jax.jit, static_argnames=("keep_logits", "sizes", "interpret"))
@@ -78,7 +88,9 @@ def draw(
     if w2.dtype != common:
         raise NotImplementedError(f"w2 is {w2.dtype}, latents {latent.dtype}: it would be copied")
     group = min(_GROUP, requests)
-    tile = min(sizes.vocab_columns, _TILE_BYTES // (4 * round_up(group, 8)), vocab)
+    crowd = max(1, 2 ** (group - 1).bit_length() // 64)  # more requests, fewer columns at a time
+    columns = sizes.vector_columns // crowd
+    tile = min(sizes.vocab_columns // crowd, vocab)
 
     wide = pl.BlockSpec((group, tile), lambda r, v, first: (r, v))
     narrow = pl.BlockSpec((group, 1), lambda r, v, first: (r, 0))
@@ -100,7 +112,9 @@ def draw(
         shapes.append(jax.ShapeDtypeStruct((requests, vocab), jnp.float32))
         out_specs.append(wide)
     out = pl.pallas_call(
-        functools.partial(_body, vocab=vocab, noises=len(noises), keep=keep_logits),
+        functools.partial(
+            _body, vocab=vocab, noises=len(noises), keep=keep_logits, columns=columns
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(pl.cdiv(requests, group), pl.cdiv(vocab, tile)),

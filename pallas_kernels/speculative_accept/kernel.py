@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.chips import BlockSizes, round_up
+from pallas_kernels.chips import BlockSizes, round_up, split
 from pallas_kernels.noise import gumbel_at, is_key
 from pallas_kernels.vocab import (
     RowStats,
@@ -23,35 +23,42 @@ from pallas_kernels.vocab import (
 )
 
 
-def _columns(shape: tuple[int, ...], first: jax.Array, vocab: int) -> tuple[jax.Array, jax.Array]:
-    """Tokens of this step's columns, and which of them exist."""
-    local = jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
-    local = local + pl.program_id(1) * shape[-1]
+def _columns(
+    shape: tuple[int, ...], begin: jax.Array, first: jax.Array, vocab: int
+) -> tuple[jax.Array, jax.Array]:
+    """Tokens of the columns from `begin` of this step's tile on, and which of them exist."""
+    local = begin + jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
     return local + first, local < vocab
 
 
-def _noise_of(refs: tuple, column: jax.Array) -> jax.Array:
-    """Noise of the columns: a tile of it, or made from the two words of the keys."""
+def _noise_of(refs: tuple, at: pl.Slice, column: jax.Array) -> jax.Array:
+    """Noise of the columns: a part of its tile, or made from the two words of the keys."""
     if len(refs) == 1:
-        return refs[0][...]
+        return refs[0][..., at]
     return gumbel_at((refs[0][...], refs[1][...]), column)
 
 
-def _stats_body(first, logits, token, temperature, *refs, vocab: int):
+def _stats_body(first, logits, token, temperature, *refs, vocab: int, columns: int):
     noise, out = refs[:-5], RowStats(*refs[-5:])
+    tile = logits.shape[-1]
+    steps, part = split(tile, columns)
 
     @pl.when(pl.program_id(1) == 0)
     def _start():
         for ref, value in zip(out, empty_stats(out.top.shape), strict=True):
             ref[...] = value
 
-    column, valid = _columns(logits.shape, first[0], vocab)
-    scaled = scale(logits[...], temperature[...])
-    perturbed = scaled
-    if noise:
-        perturbed = perturb(scaled, temperature[...], _noise_of(noise, column))
-    stats = RowStats(*(ref[...] for ref in out))
-    stats = fold_columns(stats, scaled, perturbed, column, token[...], valid)
+    def step(i: jax.Array, stats: RowStats) -> RowStats:
+        at = pl.ds(pl.multiple_of(i * part, part), part)
+        shape, begin = (*logits.shape[:-1], part), pl.program_id(1) * tile + i * part
+        column, valid = _columns(shape, begin, first[0], vocab)
+        scaled = scale(logits[..., at], temperature[...])
+        perturbed = scaled
+        if noise:
+            perturbed = perturb(scaled, temperature[...], _noise_of(noise, at, column))
+        return fold_columns(stats, scaled, perturbed, column, token[...], valid)
+
+    stats = jax.lax.fori_loop(0, steps, step, RowStats(*(ref[...] for ref in out)))
     for ref, value in zip(out, stats, strict=True):
         ref[...] = value
 
@@ -93,7 +100,7 @@ def row_stats(
     shape = (width, requests, 1) if rows_lead else (requests, width, 1)
     kinds = [jnp.float32] * 4 + [jnp.int32]
     stats = pl.pallas_call(
-        functools.partial(_stats_body, vocab=vocab),
+        functools.partial(_stats_body, vocab=vocab, columns=sizes.vector_columns),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(pl.cdiv(requests, group), pl.cdiv(vocab, tile)),
@@ -109,29 +116,38 @@ def row_stats(
     return RowStats(*(x.T if rows_lead else x for x in stats))
 
 
-def _residual_body(first, target, draft, log_p_sum, log_q_sum, temperature, *refs, vocab: int):
-    noise, (mass, value, token, plain_value, plain_token) = refs[:-5], refs[-5:]
+def _residual_body(
+    first, target, draft, log_p_sum, log_q_sum, temperature, *refs, vocab: int, columns: int
+):
+    noise, out = refs[:-5], refs[-5:]
+    tile = target.shape[-1]
+    steps, part = split(tile, columns)
 
     @pl.when(pl.program_id(1) == 0)
     def _start():
-        mass[...] = jnp.zeros_like(mass)
-        for ref in (value, plain_value):
-            ref[...] = jnp.full_like(ref, -jnp.inf)
-        for ref in (token, plain_token):
-            ref[...] = jnp.zeros_like(ref)
+        for ref, value in zip(out, (0.0, -jnp.inf, 0, -jnp.inf, 0), strict=True):
+            ref[...] = jnp.full_like(ref, value)
 
-    column, valid = _columns(target.shape, first[0], vocab)
-    log_p = scale(target[...], temperature[...]) - log_p_sum[...]
-    log_q = scale(draft[...], temperature[...]) - log_q_sum[...]
-    residual = jnp.maximum(jnp.exp(log_p) - jnp.exp(log_q), 0.0)
-    residual = jnp.where(valid, residual, 0.0)
-    drawn = _noise_of(noise, column)
-    mass[...] += residual.sum(axis=-1, keepdims=True)
-    folded = fold_best(value[...], token[...], jnp.log(residual) + drawn, column, valid)
-    value[...], token[...] = folded
-    plain = perturb(log_p, temperature[...], drawn)
-    folded = fold_best(plain_value[...], plain_token[...], plain, column, valid)
-    plain_value[...], plain_token[...] = folded
+    def step(i: jax.Array, carry: tuple) -> tuple:
+        mass, value, token, plain_value, plain_token = carry
+        at = pl.ds(pl.multiple_of(i * part, part), part)
+        shape, begin = (target.shape[0], part), pl.program_id(1) * tile + i * part
+        column, valid = _columns(shape, begin, first[0], vocab)
+        log_p = scale(target[..., at], temperature[...]) - log_p_sum[...]
+        log_q = scale(draft[..., at], temperature[...]) - log_q_sum[...]
+        residual = jnp.maximum(jnp.exp(log_p) - jnp.exp(log_q), 0.0)
+        residual = jnp.where(valid, residual, 0.0)
+        drawn = _noise_of(noise, at, column)
+        plain = perturb(log_p, temperature[...], drawn)
+        return (
+            mass + residual.sum(axis=-1, keepdims=True),
+            *fold_best(value, token, jnp.log(residual) + drawn, column, valid),
+            *fold_best(plain_value, plain_token, plain, column, valid),
+        )
+
+    folded = jax.lax.fori_loop(0, steps, step, tuple(ref[...] for ref in out))
+    for ref, value in zip(out, folded, strict=True):
+        ref[...] = value
 
 
 @functools.partial(jax.jit, static_argnames=("sizes", "interpret"))
@@ -160,7 +176,7 @@ def residual_stats(
     specs = [wide, wide, small, small, small] + ([small, small] if is_key(noise) else [wide])
     kinds = [jnp.float32, jnp.float32, jnp.int32, jnp.float32, jnp.int32]
     stats = pl.pallas_call(
-        functools.partial(_residual_body, vocab=vocab),
+        functools.partial(_residual_body, vocab=vocab, columns=4 * sizes.vector_columns),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(pl.cdiv(requests, group), pl.cdiv(vocab, tile)),

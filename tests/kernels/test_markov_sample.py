@@ -36,8 +36,8 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """Tiles of 16 columns, groups of 8 requests."""
-    sizes = dataclasses.replace(BLOCK_SIZES["v5e"], vocab_columns=16)
+    """Tiles of 16 columns in two parts, groups of 8 requests."""
+    sizes = dataclasses.replace(BLOCK_SIZES["v5e"], vocab_columns=16, vector_columns=8)
     monkeypatch.setattr(ops, "block_sizes", lambda: sizes)
     monkeypatch.setattr(kernel, "_GROUP", 8)
 

@@ -42,7 +42,7 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    sizes = dataclasses.replace(BLOCK_SIZES["v5e"], vocab_columns=TILE)
+    sizes = dataclasses.replace(BLOCK_SIZES["v5e"], vocab_columns=TILE, vector_columns=TILE // 4)
     monkeypatch.setattr(ops, "block_sizes", lambda: sizes)
 
 

@@ -15,10 +15,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dspark_jax.aot.topology import has_compiler, load_topology
+from dspark_jax.draft.deepseek import DeepseekDraft
+from dspark_jax.sharding import make_mesh, param_specs, parse_mesh
+from dspark_jax.types import SharedHead
 from pallas_kernels.draft_attention.ops import draft_attention, draft_attention_paged
 from pallas_kernels.markov_sample.ops import markov_sample
 from pallas_kernels.speculative_accept.ops import speculative_accept
 from pallas_kernels.window_attention.ops import window_attention
+from tests.deepseek_models import deepseek_config
 
 pytestmark = [
     pytest.mark.tpu_aot,
@@ -186,3 +190,32 @@ def test_heads_are_split_under_shard_map_and_left_to_the_reference_without(topol
     )
     assert _kernels(_compile(sharded, shapes, mesh, heads)) == kernels
     assert _kernels(_compile(function, shapes, mesh, heads)) == 0
+
+
+@pytest.mark.parametrize(("topology", "model"), [("v6e:1x1", 1), ("v5p:2x2x1", 2)])
+def test_a_deepseek_draft_attends_through_the_kernel(topology, model):
+    """The dense draft's is counted with whole rounds of the engine."""
+    config = deepseek_config(
+        "deepseek_v41", stages=2, hidden_size=32, num_attention_heads=8, o_groups=8,
+        moe_intermediate_size=16, dspark_n_routed_experts=8, vocab_size=64,
+    )  # fmt: skip
+    draft = DeepseekDraft(config=config)
+    mesh = make_mesh(parse_mesh(f"model={model}"), load_topology(topology).devices[:model])
+
+    def placed(x: jax.ShapeDtypeStruct, *spec: P) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, *spec or (P(),))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    params = jax.eval_shape(draft.init, jax.random.key(0))
+    params = jax.tree.map(placed, params, param_specs(params))
+    cache = jax.tree.map(placed, jax.eval_shape(lambda: draft.make_cache(R, 64, F32)))
+    table, ints = placed(jnp.zeros((64, 32))), placed(jnp.zeros(R, I32))
+
+    def run(params: Any, table: jax.Array, cache: Any, anchor: jax.Array) -> jax.Array:
+        shared = SharedHead(embedding=table, head=table)
+        return draft.backbone(params, shared, cache, anchor=anchor, anchor_pos=anchor)
+
+    with jax.set_mesh(mesh):
+        text = jax.jit(run).lower(params, table, cache, ints).compile().as_text()
+    calls = [line for line in text.splitlines() if "window_attention" in line.split("=")[0]]
+    assert sum("tpu_custom_call" in line for line in calls) == config.num_stages
