@@ -14,6 +14,7 @@ from dspark_jax.engine.load import DTYPES, Pair, load_pair
 from dspark_jax.eval.compare import Comparison
 from dspark_jax.schedule import (
     CONFIDENCE_SOURCES,
+    PLANNERS,
     POLICIES,
     REJECTION_SAMPLE_METHODS,
     THRESHOLD_KINDS,
@@ -113,6 +114,11 @@ def _add_schedule_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--probe-every", type=int, default=0, metavar="N",
         help="verify every draft in one round of N, to see what trimming costs; 0 is never",
+    )  # fmt: skip
+    parser.add_argument(
+        "--planner", default="device", choices=PLANNERS,
+        help="'host': for policy 'lagged', the host chooses the rows of a round and starts it "
+        "before it has seen the last one",
     )  # fmt: skip
 
 

@@ -133,8 +133,9 @@ def decode_round(
       state: donated.
       tables: speeds for the policies that use them, and temperatures of the confidences.
       rows: static R.
-      buckets: static, increasing numbers of flat rows to compile; the last holds every schedule.
-        The smallest that holds this one is run, so rows that are not scheduled are not computed.
+      buckets: static, increasing numbers of flat rows to compile. The smallest that holds the
+        schedule is run, so rows that are not scheduled are not computed. The last holds every
+        schedule, but for policies that fit theirs to it (those that plan how many drafts in all).
 
     Returns:
       The state 1..K+1 tokens further, and what was emitted.
@@ -202,6 +203,7 @@ def _older_evidence(
         confidence=lagged, presampled=lagged, lagged=lagged,
         limit=jnp.clip(jnp.minimum(view.remaining - 1, room), 0, decoder.num_drafts),
         active=view.active, steps_per_s=staircase(steps_per_s, buckets),
+        max_rows=jnp.int32(buckets[-1]),
     )  # fmt: skip
 
 

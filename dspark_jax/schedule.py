@@ -20,6 +20,7 @@ import numpy as np
 REJECTION_SAMPLE_METHODS = ("standard", "block", "coupled")
 THRESHOLD_KINDS = ("per_position", "cumulative")
 CONFIDENCE_SOURCES = ("head", "online")
+PLANNERS = ("device", "host")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,9 @@ class ScheduleConfig:
         each position so far, for drafts without a confidence head.
       probe_every: every so many rounds all drafts are verified, to see what trimming costs; 0 is
         never.
+      planner: where the number of rows of a round is chosen: on the "device", inside the round; or,
+        for `lagged`, on the "host", which by then knows the confidences that this policy goes by
+        and so starts the next round before it has seen the last one.
     """
 
     policy: str = "full"
@@ -50,12 +54,14 @@ class ScheduleConfig:
     min_predicted_gain: float | None = None
     confidence_source: str = "head"
     probe_every: int = 0
+    planner: str = "device"
 
     def __post_init__(self):
         choices = {
             "policy": tuple(sorted(POLICIES)),
             "threshold_kind": THRESHOLD_KINDS,
             "confidence_source": CONFIDENCE_SOURCES,
+            "planner": PLANNERS,
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -74,6 +80,14 @@ class ScheduleConfig:
                 f"max_verify_len={self.max_verify_len} is below "
                 f"min_verify_len={self.min_verify_len}; raise it, or None for all drafts."
             )
+
+        if self.planner == "host":
+            others = (self.min_predicted_gain, self.confidence_source, self.probe_every)
+            if self.policy != "lagged" or others != (None, "head", 0):
+                raise ValueError(
+                    "planner='host' goes with policy='lagged' by the confidence head, without "
+                    f"bypass and probes; got {self}. Use planner='device'."
+                )
 
     @property
     def needs_sps(self) -> bool:
@@ -127,6 +141,7 @@ class Evidence:
     limit: jax.Array  # i32[R], most drafts that fit the request's length limits, 0..K
     active: jax.Array  # bool[R], the others get 0 and cost nothing
     steps_per_s: jax.Array  # f32[R*(K+1)+1]
+    max_rows: jax.Array | None = None  # i32[], rows that can be verified; None: all
 
 
 @flax.struct.dataclass
@@ -297,6 +312,8 @@ def _top(evidence: Evidence, capacity_from: jax.Array, config: ScheduleConfig) -
     """This round's likeliest drafts, as many as confidences [R, K] of another origin pay for."""
     capacity = _capacity(_rank(evidence, capacity_from, config), evidence.steps_per_s)
     candidates = _rank(evidence, evidence.confidence, config)
+    if evidence.max_rows is not None:
+        capacity = jnp.minimum(capacity, evidence.max_rows - candidates.requests)
     return _admit(candidates, capacity, evidence.limit.shape[0])
 
 

@@ -5,6 +5,7 @@ what every request gained. Who calls it, and who waits for what, is the server's
 """
 
 import collections
+import dataclasses
 import time
 from collections.abc import Callable, Iterable
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.engine.counters import Counters
+from dspark_jax.engine.planner import RowPlanner
 from dspark_jax.engine.programs import Programs
 from dspark_jax.engine.requests import (
     Emission,
@@ -29,6 +31,14 @@ from dspark_jax.tokenizer import Tokenizer
 from dspark_jax.types import PairParams, RoundOutput, SamplingParams, ScheduleTables
 
 
+@dataclasses.dataclass(frozen=True)
+class _Flight:
+    """A round that was started: whom it is for, by slot, and its output, perhaps not there yet."""
+
+    sequences: dict[int, Sequence]
+    output: RoundOutput
+
+
 class Engine:
     """Serves requests on a fixed number of slots.
 
@@ -41,6 +51,10 @@ class Engine:
       tokenizer: for text and stop strings; None serves token ids only.
       progress: told what is being compiled.
       mesh: that `params` lie on (see `place_pair`); None uses one device.
+
+    Attributes:
+      on_round: called after every round with each request it was for, the output of its group on
+        the host, and its row there; None calls nobody.
     """
 
     def __init__(
@@ -74,7 +88,12 @@ class Engine:
         }
         self.sts_temperatures = np.ones(decoder.num_drafts, np.float32)
         self.sts_temperatures_presampled = np.ones(decoder.num_drafts, np.float32)
+        self.on_round: Callable[[Sequence, RoundOutput, int], None] | None = None
+        self._planner = None
+        if self.programs.planned:
+            self._planner = RowPlanner(decoder.schedule, slots, decoder.num_drafts)
         self._state = self.programs.new_state()
+        self._flying: collections.deque[_Flight] = collections.deque()  # oldest first
         self._running: dict[int, Sequence] = {}  # slot -> sequence
         self._waiting: collections.deque[Sequence] = collections.deque()
         self._prefilling: tuple[int, Sequence] | None = None
@@ -150,10 +169,18 @@ class Engine:
         """
         self._prefill_some()
         if not self._running:
+            self._flying.clear()  # rounds that turned out to be for nobody
             return []
-        highest = max(self._place(slot)[1] for slot in self._running)
-        rows = next(w for w in self.programs.widths if w > highest)
-        return self._commit(self._run(rows))
+        begin = time.perf_counter()
+        ahead = self.decoder.schedule.lag - 1 if self._planner else 0
+        while len(self._flying) <= ahead:
+            self._flying.append(self._start_round())
+        flight = self._flying.popleft()
+        output = jax.device_get(flight.output)
+        self.counters.round_s += time.perf_counter() - begin
+        grouped = self.programs.spread is not None
+        outputs = split_output(output, self.programs.groups) if grouped else [output]
+        return self._commit(flight.sequences, outputs)
 
     def idle(self) -> None:
         """Called now and then while there is no work; nothing to do for a process on its own."""
@@ -187,19 +214,27 @@ class Engine:
         """The group of a slot, and its row there."""
         return divmod(slot, self.programs.group_slots)
 
-    def _run(self, rows: int) -> list[RoundOutput]:
-        """One round of all groups; what each said."""
-        begin = time.perf_counter()
+    def _start_round(self) -> "_Flight":
+        """Starts one round of all groups and does not wait for it."""
+        highest = max(self._place(slot)[1] for slot in self._running)
+        rows = next(w for w in self.programs.widths if w > highest)
         if self.decoder.draft is None:
             self._state, output = self.programs.plain[rows](self.params, self._state)
-        else:
-            self._state, output = self.programs.round[rows](
-                self.params, self._state, self.tables(self.steps_per_s[rows])
-            )
-        output = jax.device_get(output)
-        self.counters.round_s += time.perf_counter() - begin
-        grouped = self.programs.spread is not None
-        return split_output(output, self.programs.groups) if grouped else [output]
+            return _Flight(dict(self._running), output)
+        steps = self.steps_per_s[rows]
+        program = self.programs.round.get(rows)
+        if self._planner is not None:
+            program = self.programs.planned[rows, self._plan(rows, steps)]
+        self._state, output = program(self.params, self._state, self.tables(steps))
+        return _Flight(dict(self._running), output)
+
+    def _plan(self, rows: int, steps_per_s: np.ndarray) -> int:
+        """Rows of every group in the next round: as the group needs that wants most."""
+        buckets = self.programs.buckets(rows)
+        groups: dict[int, list[int]] = {}
+        for slot in self._running:
+            groups.setdefault(self._place(slot)[0], []).append(slot)
+        return max(self._planner.plan(g, steps_per_s, buckets) for g in groups.values())
 
     def _prefill_some(self) -> None:
         if self._prefilling is None:
@@ -246,13 +281,21 @@ class Engine:
         )  # fmt: skip
         self.counters.prompt_tokens += len(request.prompt_ids)
         self._running[slot] = sequence
+        if self._planner is not None:
+            self._planner.admit(slot)
 
-    def _commit(self, outputs: list[RoundOutput]) -> list[Emission]:
+    def _commit(self, sequences: dict[int, Sequence], outputs: list[RoundOutput]) -> list[Emission]:
         emissions = []
         self.counters.count_round(outputs)
-        for slot, sequence in sorted(self._running.items()):
+        for slot, sequence in sorted(sequences.items()):
+            if sequence.finish_reason is not None:  # ended while the round was on its way
+                continue
             group, row = self._place(slot)
             output = outputs[group]
+            if self._planner is not None:
+                self._planner.observe(slot, output, row)
+            if self.on_round is not None:
+                self.on_round(sequence, output, row)
             before = len(sequence.token_ids)
             for token in output.tokens[row, : int(output.emit_len[row])]:
                 sequence.commit(int(token))

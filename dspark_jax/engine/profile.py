@@ -288,7 +288,8 @@ def _time_bucket(
                 remaining=programs.put_slots(np.tile(remaining, programs.groups)),
                 active=programs.put_slots(of_group < rows),
             )
-            state, output = programs.round[rows](engine.params, state, tables)
+            program = programs.planned.get((rows, max(bucket, rows))) or programs.round[rows]
+            state, output = program(engine.params, state, tables)
         jax.block_until_ready(output)
         times.append((time.perf_counter() - begin) / CHAIN)
     scheduled = int(np.asarray(output.verify_len).reshape(-1)[:rows].sum())  # of group 0

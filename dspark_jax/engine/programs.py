@@ -66,6 +66,8 @@ class Programs:
       groups: of slots that decode on their own, side by side; 1 without a mesh.
       group_slots: slots of each.
       widths: batch widths R of a group's programs.
+      round: by width, the round that chooses its verify rows itself.
+      planned: by width and verify rows, where the host chooses these; `round` is then empty.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class Programs:
             self._params, self._state = self.spread.params(self._params), self.spread.state
         self._params = keep_layouts(self._params, params)
         self.widths = row_widths(self.group_slots)
-        self.prefill, self.round, self.plain = {}, {}, {}
+        self.prefill, self.round, self.planned, self.plain = {}, {}, {}, {}
         jobs = list(self._jobs())
         for i, (name, table, key, job) in enumerate(jobs):
             progress(f"compiling {i + 1}/{len(jobs)}: {name}")
@@ -136,18 +138,22 @@ class Programs:
                 )  # fmt: skip
                 continue
             tables = schedule_table_shapes(rows, self.decoder.num_drafts)
-            yield f"round of {rows} requests", self.round, rows, functools.partial(
-                self._compile, self._round(rows), self._params, self._state, tables,
-                donate=1, output=True,
-            )  # fmt: skip
+            by_host = self.decoder.schedule.planner == "host"
+            buckets = self.buckets(rows)
+            for choice in [(b,) for b in buckets] if by_host else [buckets]:
+                name = f"round of {rows} requests" + (f", {choice[0]} rows" if by_host else "")
+                key = (rows, choice[0]) if by_host else rows
+                yield name, self.planned if by_host else self.round, key, functools.partial(
+                    self._compile, self._round(rows, choice), self._params, self._state, tables,
+                    donate=1, output=True,
+                )  # fmt: skip
 
     def _plain(self, rows: int) -> Callable:
         if self.spread is not None:
             return self.spread.plain_step(rows)
         return functools.partial(plain_step, self.decoder, rows=rows)
 
-    def _round(self, rows: int) -> Callable:
-        buckets = self.buckets(rows)
+    def _round(self, rows: int, buckets: tuple[int, ...]) -> Callable:
         if self.spread is not None:
             return self.spread.decode_round(rows, buckets)
         return functools.partial(decode_round, self.decoder, rows=rows, buckets=buckets)

@@ -26,6 +26,7 @@ class RecordingEngine(Engine):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self._rounds: list[_Round] = []
+        self.on_round = self._keep
 
     def record(
         self,
@@ -85,18 +86,13 @@ class RecordingEngine(Engine):
             source=source,
         )
 
-    def _run(self, *args) -> list[RoundOutput]:
-        outputs = super()._run(*args)
-        for slot, sequence in self._running.items():
-            group, row = self._place(slot)
-            output = outputs[group]
-            self._rounds.append(
-                _Round(
-                    sequence=sequence,
-                    confidence=output.confidence[row].copy(),
-                    presampled=output.presampled[row].copy(),
-                    accept_len=int(output.accept_len[row]),
-                    verify_len=int(output.verify_len[row]),
-                )
+    def _keep(self, sequence: Sequence, output: RoundOutput, row: int) -> None:
+        self._rounds.append(
+            _Round(
+                sequence=sequence,
+                confidence=output.confidence[row].copy(),
+                presampled=output.presampled[row].copy(),
+                accept_len=int(output.accept_len[row]),
+                verify_len=int(output.verify_len[row]),
             )
-        return outputs
+        )

@@ -22,6 +22,7 @@ DEMO_TARGET = "smollm2-135m-instruct"
 # to answer.
 DTYPES = ("bfloat16", "float32")
 CONFIDENCE_SOURCES = ("head", "online")
+PLANNERS = ("device", "host")
 POLICIES = ("early_stop", "full", "global", "lagged", "presampled", "threshold")
 REJECTION_SAMPLE_METHODS = ("standard", "block", "coupled")
 THRESHOLD_KINDS = ("per_position", "cumulative")
@@ -134,6 +135,11 @@ def _add_schedule_options(add: Callable) -> None:
     add(
         "--probe-every", type=_between(0, 10**6), default=0, metavar="N",
         help="verify every draft in one round of N, to see what trimming costs; 0 is never",
+    )  # fmt: skip
+    add(
+        "--planner", default="device", choices=PLANNERS,
+        help="'host': for policy 'lagged', the host chooses the rows of a round and starts it "
+        "before it has seen the last one",
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from dspark_jax.config import DraftConfig, RopeConfig, TargetConfig
 from dspark_jax.draft.dense import DenseDraft
 from dspark_jax.engine.core import Engine
 from dspark_jax.engine.profile import measure_steps_per_s
-from dspark_jax.engine.requests import FinishReason, Request, RequestError
+from dspark_jax.engine.requests import FinishReason, Request, RequestError, Sequence
 from dspark_jax.kv_cache import KVCache
 from dspark_jax.schedule import ScheduleConfig
 from dspark_jax.state import Decoder
@@ -52,10 +52,14 @@ def _scaled(params: dict, factor: float) -> dict:
 def pair() -> tuple[LlamaTarget, DenseDraft, PairParams]:
     target, draft = _models()
     params = split_layers(_scaled(target.init(jax.random.key(1)), 8.0))
-    return target, draft, PairParams(
-        target=params,
-        draft=_scaled(draft.init(jax.random.key(2)), 8.0),
-        shared=target.shared_head(params),
+    return (
+        target,
+        draft,
+        PairParams(
+            target=params,
+            draft=_scaled(draft.init(jax.random.key(2)), 8.0),
+            shared=target.shared_head(params),
+        ),
     )
 
 
@@ -72,8 +76,10 @@ def perfect() -> tuple[LlamaTarget, DenseDraft, PairParams]:
     drafted = draft.init(jax.random.key(4))
     drafted["norm"]["weight"] = jnp.zeros_like(drafted["norm"]["weight"])
     drafted["markov"] = {"w1": embedding * scale, "w2": params["head"]}
-    return target, draft, PairParams(
-        target=params, draft=drafted, shared=target.shared_head(params)
+    return (
+        target,
+        draft,
+        PairParams(target=params, draft=drafted, shared=target.shared_head(params)),
     )
 
 
@@ -324,10 +330,15 @@ def _planning(pair: tuple, name: str) -> Engine:
 
 def _watched(engine: Engine, requests: list[Request]) -> tuple[list[list[int]], list[RoundOutput]]:
     """Tokens of the requests, and what every round told the host."""
-    outputs, run = [], engine._run
-    engine._run = lambda rows: outputs.append(run(rows)) or outputs[-1]
+    outputs = []
+
+    def see(sequence: Sequence, output: RoundOutput, row: int) -> None:
+        if not outputs or outputs[-1] is not output:
+            outputs.append(output)
+
+    engine.on_round = see
     tokens = _tokens(engine, requests)
-    engine._run = run
+    engine.on_round = None
     return tokens, outputs
 
 
@@ -363,6 +374,41 @@ def test_planned_rounds_keep_the_text_and_compute_no_row_that_is_not_scheduled(
     assert (counters.num_bypassed > 0) == (schedule.min_predicted_gain is not None)
     assert (counters.num_probes > 0) == (schedule.probe_every > 0)
     assert all(0 < error < 1 for error in counters.survival_error_mean_per_pos[:2])
+
+
+def test_rounds_planned_by_the_host_run_ahead_and_keep_the_text(
+    pair: tuple, plain_engine: Engine
+) -> None:
+    schedule = ScheduleConfig(policy="lagged", lag=3, planner="host")
+    engine = _engine(pair, schedule=schedule, rejection_sample_method="coupled")
+    for rows, table in engine.steps_per_s.items():
+        over = np.maximum(np.arange(len(table)) - rows, 0) / rows
+        engine.steps_per_s[rows] = (1.0 / (1.0 + 0.4 * over)).astype(np.float32)
+    requests = _mixed(_requests(12))
+    expected = _tokens(plain_engine, requests)
+    tokens, outputs = _watched(engine, requests)
+    assert tokens == expected
+    sizes = set()
+    for output in outputs:
+        active = output.emit_len > 0
+        assert (1 + output.verify_len)[active].sum() <= output.verify_rows
+        assert output.verify_rows in engine.programs.buckets(len(active))
+        sizes.add(int(output.verify_rows))
+    assert len(sizes) > 2
+    counters = engine.counters
+    assert counters.generation_tokens == sum(map(len, expected))
+    assert counters.rounds >= len(outputs)
+
+    sequences = [engine.submit(request) for request in requests]  # and one of them goes away
+    while not sequences[0].token_ids:
+        engine.step()
+    assert len(engine._flying) == schedule.lag - 1
+    engine.cancel(sequences[0])
+    while engine.has_work:
+        engine.step()
+    assert [s.token_ids for s in sequences[1:]] == expected[1:]
+    assert sequences[0].token_ids == expected[0][: len(sequences[0].token_ids)]
+    assert sequences[0].finish_reason is FinishReason.CANCELLED
 
 
 def test_rounds_without_drafts_keep_the_draft_context(pair: tuple) -> None:
