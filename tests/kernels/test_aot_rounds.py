@@ -34,7 +34,7 @@ CASES = {
     "v5e:1x1": "data=1", "v6e:1x1": "data=1", "v5p:1x1x1": "data=1", "tpu7x:1x1x1": "model=2",
     "v5e:2x2": "model=4", "v6e:2x2": "data=2,model=2", "v5p:2x2x1": "model=4",
     "tpu7x:2x2x1": "data=2,model=4",
-    "v5e:4x4": "data=4,model=4", "v6e:4x4": "data=8,model=2", "v5p:2x2x4": "data=4,model=4",
+    "v5e:4x4": "data=4,model=4", "v6e:4x4": "data=16", "v5p:2x2x4": "data=4,model=4",
     "tpu7x:2x2x4": "data=8,model=4",
 }  # fmt: skip
 
@@ -94,10 +94,11 @@ def test_a_round_compiles_with_the_kernels_it_calls(name):
     assert program.fits and program.memory.total < program.chip.hbm_bytes
     assert program.module is not None
     assert program.mosaic_kernels == expected_kernels()
-    _check_costs(program, programs, parse_mesh(CASES[name]).model)
+    shape = parse_mesh(CASES[name])
+    _check_costs(program, programs, parts=shape.model, devices=shape.devices)
 
 
-def _check_costs(program: Compiled, programs: PairPrograms, parts: int) -> None:
+def _check_costs(program: Compiled, programs: PairPrograms, *, parts: int, devices: int) -> None:
     """The layers' products are all there, and the weights move once, on each of the devices."""
     config = programs.decoder.draft.config
     points = cost_points([program], [256], config, capacity=CAPACITY, dearest=False)
@@ -114,9 +115,14 @@ def _check_costs(program: Compiled, programs: PairPrograms, parts: int) -> None:
         weights = 2 * (LAYERS * per_row / 2 + head / 2) / parts
         assert 0.3 * weights < verify.hbm_bytes < 4 * weights
         collectives = program.whole(point.phases).collectives
-        assert bool(collectives) == (parts > 1)
+        assert bool(collectives) == (devices > 1)
         vocabulary = 2 * target.vocab_size * 4
         assert all(size / runs < vocabulary for runs, size in collectives.values())
+
+
+def test_axes_that_cannot_be_laid_on_a_topology_are_refused():
+    with pytest.raises(ValueError, match="cannot be laid on v6e:4x4"):
+        topology_mesh(load_topology("v6e:4x4"), parse_mesh("data=8,model=2"))
 
 
 def test_what_does_not_fit_is_refused_with_what_would():
