@@ -146,8 +146,9 @@ def main() -> None:
     contexts = args.at_context or [max(args.context // 2, 1)]
     config = models.draft.config if models.draft else None
     points = cost_points(
-        programs, contexts, config, capacity=args.context, dearest=args.sampling == "filtered"
-    )
+        programs, contexts, config, capacity=args.context, dearest=args.sampling == "filtered",
+        expert_devices=parse_mesh(args.mesh).expert,
+    )  # fmt: skip
     chip = topology.chip
     print(f"{topology.name}: {len(topology.devices)} devices, mesh {args.mesh}; {chip.name}")
     print("\n".join(memory_lines(programs)), end="\n\n")

@@ -49,13 +49,16 @@ class Point:
         )
 
 
-def loop_trips(context: int, requests: int, draft: Any) -> Callable[[str], int]:
+def loop_trips(
+    context: int, requests: int, draft: Any, *, expert_devices: int = 1
+) -> Callable[[str], int]:
     """Runs of the loops whose number a program does not say.
 
     Args:
       context: rows of context per request: attention walks them in blocks.
       requests: R, for the experts that their rows meet.
       draft: its config.
+      expert_devices: that the experts are split over.
 
     Returns:
       Name of a loop -> runs.
@@ -64,7 +67,7 @@ def loop_trips(context: int, requests: int, draft: Any) -> Callable[[str], int]:
     if isinstance(draft, DeepseekDraftConfig):
         moe, rows = draft.moe, requests * draft.block_size
         missed = (1 - moe.num_experts_per_tok / moe.num_experts) ** rows
-        experts = max(math.ceil(moe.num_experts * (1 - missed)), 1)
+        experts = max(math.ceil(moe.num_experts / expert_devices * (1 - missed)), 1)
 
     def trips(name: str) -> int:
         if "moe" in name:
@@ -110,6 +113,7 @@ def cost_points(
     *,
     capacity: int,
     dearest: bool,
+    expert_devices: int = 1,
 ) -> list[Point]:
     """Costs of every program that fits, per bucket and context length.
 
@@ -119,6 +123,7 @@ def cost_points(
       draft: its config, or None.
       capacity: C, tokens per slot.
       dearest: take the dearest way through conditionals instead of the cheapest.
+      expert_devices: that the experts are split over.
 
     Returns:
       The points.
@@ -129,7 +134,7 @@ def cost_points(
             continue
         for context in contexts:
             requests = 1 if program.kind == "prefill" else program.rows
-            trips = loop_trips(context, requests, draft)
+            trips = loop_trips(context, requests, draft, expert_devices=expert_devices)
             share = filled_share(context, requests, draft, capacity)
             for index, bucket in enumerate(program.buckets or (0,)):
                 phases = program.phases(trips, bucket=index, dearest=dearest, kernel_share=share)
