@@ -41,42 +41,52 @@ def select(
         return kernel(*arrays, interpret=False)
     if impl == "interpret":
         return kernel(*arrays, interpret=pltpu.InterpretParams(detect_races=True))
-    return on_tpu(functools.partial(kernel, interpret=False), reference, *arrays)
+    if math.prod(axes_left_to_compiler().values()) > 1:
+        return reference(*arrays)
+    whole = jax.sharding.PartitionSpec()
+    kernel = per_shard(functools.partial(kernel, interpret=False), whole, whole)
+    return on_tpu(kernel, reference, *arrays)
 
 
-def on_tpu(
-    kernel: Callable[..., Any],
-    reference: Callable[..., Any],
-    *operands: Any,
-    specs: tuple[tuple[Any, ...], Any] | None = None,
-) -> Any:
+def on_tpu(kernel: Callable[..., Any], reference: Callable[..., Any], *operands: Any) -> Any:
     """The kernel where the program is lowered for a TPU, the reference elsewhere.
 
-    A kernel cannot be partitioned by the compiler. Where it is to distribute this program over
-    axes of a mesh, the kernel runs under `shard_map` over those, or not at all.
-
     Args:
-      kernel: called with the operands; raises NotImplementedError where it cannot serve them.
+      kernel: called with the operands; raises NotImplementedError where it cannot serve them, for
+        which the reference is taken everywhere.
       reference: called with the operands.
       *operands: pytrees of arrays.
-      specs: how operands and result lie on the axes left to the compiler; None takes the reference
-        if there are any.
 
     Returns:
       What the chosen function returns.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    left = {name for name, kind in kinds if kind != jax.sharding.AxisType.Manual}
-    if math.prod(axes[name] for name in left) > 1 and specs is None:
-        return reference(*operands)
-    if left:  # of one device, too: the lowering asks that no axis is left to the compiler
-        in_specs, out_specs = specs or (jax.sharding.PartitionSpec(),) * 2
-        kernel = jax.shard_map(
-            kernel, in_specs=in_specs, out_specs=out_specs, axis_names=left, check_vma=False
-        )
     try:
         return jax.lax.platform_dependent(*operands, tpu=kernel, default=reference)
     except NotImplementedError:
         return reference(*operands)
+
+
+def per_shard(kernel: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """A kernel that runs once per shard, because the compiler cannot partition it.
+
+    Args:
+      kernel: a function of arrays.
+      in_specs: how its operands lie on the axes of the mesh that are left to the compiler.
+      out_specs: how its result does.
+
+    Returns:
+      The kernel under `shard_map` over those axes; as it is where there are none.
+    """
+    left = axes_left_to_compiler()
+    if not left:
+        return kernel
+    return jax.shard_map(
+        kernel, in_specs=in_specs, out_specs=out_specs, axis_names=set(left), check_vma=False
+    )
+
+
+def axes_left_to_compiler() -> dict[str, int]:
+    """Axes of the mesh this is traced under that no `shard_map` has taken over, and their sizes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+    return {name: size for name, size, kind in axes if kind != jax.sharding.AxisType.Manual}

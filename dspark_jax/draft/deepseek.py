@@ -33,7 +33,7 @@ from dspark_jax.layers import (
 from dspark_jax.moe import DeepseekMoe
 from dspark_jax.sharding import spec_here, whole
 from dspark_jax.types import Params, SharedHead
-from pallas_kernels.dispatch import on_tpu
+from pallas_kernels.dispatch import on_tpu, per_shard
 from pallas_kernels.window_attention.ops import window_attention
 
 _FLOAT32 = {"attn_mix", "ffn_mix", "hc_head", "sink", "bias", "bias_vision"}
@@ -146,10 +146,8 @@ def _attend_block(
         )
 
     rows, each = spec_here(None, None, "heads", None), PartitionSpec()
-    return on_tpu(
-        kernel, reference, q, new_kv, cache, cache_len, sink,
-        specs=((rows, each, each, each, spec_here("heads")), rows),
-    )  # fmt: skip
+    in_specs = (rows, each, each, each, spec_here("heads"))
+    return on_tpu(per_shard(kernel, in_specs, rows), reference, q, new_kv, cache, cache_len, sink)
 
 
 class DeepseekBlock(nn.Module):

@@ -29,7 +29,7 @@ from dspark_jax.layers import (
 )
 from dspark_jax.sharding import spec_here, whole
 from dspark_jax.types import Params, SharedHead
-from pallas_kernels.dispatch import on_tpu
+from pallas_kernels.dispatch import on_tpu, per_shard
 from pallas_kernels.draft_attention.ops import draft_attention
 
 
@@ -230,7 +230,5 @@ def _attend_block(
 
     rows = spec_here(None, None, "heads", None)
     stored = spec_here(None, None, "heads", None, None)
-    return on_tpu(
-        kernel, reference, q, k, v, cache, cache_len,
-        specs=((rows, rows, rows, KVCache(k=stored, v=stored), PartitionSpec()), rows),
-    )  # fmt: skip
+    in_specs = (rows, rows, rows, KVCache(k=stored, v=stored), PartitionSpec())
+    return on_tpu(per_shard(kernel, in_specs, rows), reference, q, k, v, cache, cache_len)

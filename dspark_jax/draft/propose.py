@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from dspark_jax.draft.confidence import confidence_logits
 from dspark_jax.draft.markov import initial_state, markov_bias, markov_step
@@ -9,6 +10,7 @@ from dspark_jax.draft.presample import presampled_logits
 from dspark_jax.draft.protocol import Draft
 from dspark_jax.kv_cache import KVCache, WindowCache
 from dspark_jax.sampling import (
+    GREEDY_BELOW,
     Purpose,
     any_sampled,
     draw,
@@ -17,7 +19,10 @@ from dspark_jax.sampling import (
     round_keys,
     warp,
 )
+from dspark_jax.sharding import axis_size, spec_here
 from dspark_jax.types import Block, Params, SamplingParams, SharedHead
+from pallas_kernels.dispatch import on_tpu, per_shard
+from pallas_kernels.markov_sample.ops import MarkovSample, sample_latent
 
 
 def propose(
@@ -60,11 +65,14 @@ def propose(
         previous, state = carry
         hidden, logits, k = inputs
         embedding = None
-        if markov is not None:
-            latent, embedding, state = markov_step(markov, previous, hidden, state)
-            logits = logits + markov_bias(markov, latent)
         at = anchor_pos + 1 + k
-        token, log_probs = _pick(logits, shared, sampling, round_index, at, coupled)
+        if markov is None:
+            token, log_probs = _pick(logits, shared, sampling, round_index, at, coupled)
+        else:
+            latent, embedding, state = markov_step(markov, previous, hidden, state)
+            token, log_probs, logits = _pick_biased(
+                markov, latent, logits, shared, sampling, round_index, at, coupled
+            )
         trust = None
         if confidence is not None:
             trust = confidence_logits(confidence, hidden, embedding)
@@ -101,6 +109,62 @@ def propose(
     )
 
 
+def _pick_biased(
+    markov: Params,
+    latent: jax.Array,
+    logits: jax.Array,
+    shared: SharedHead,
+    sampling: SamplingParams,
+    round_index: jax.Array,
+    position: jax.Array,
+    coupled: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`_pick` after the bias of a latent [R, Q]: tokens, log q and the logits with the bias.
+
+    On a TPU, where no request drops tokens, bias, temperature and sample are one kernel; under a
+    mesh one per shard of the vocabulary.
+    """
+
+    def plain(latent: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        biased = logits + markov_bias(markov, latent)
+        return *_pick(biased, shared, sampling, round_index, position, coupled), biased
+
+    def fused(latent: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        split = shared.target_ids is None and axis_size("vocab") > 1
+        axis = spec_here("vocab")[0] if split else None
+        columns, whole_row = PartitionSpec(None, axis), PartitionSpec()
+
+        def kernel(*operands: jax.Array) -> MarkovSample:
+            latent, w2, logits, temperature, noise = operands
+            return sample_latent(
+                latent, w2, logits, temperature=temperature, noise=noise, keep_logits=True,
+                axis_name=axis, impl="pallas",
+            )  # fmt: skip
+
+        noise = _noise(logits, shared, sampling, round_index, position, coupled, lazily=True)
+        in_specs = (whole_row, PartitionSpec(axis), columns, whole_row, whole_row)
+        out_specs = MarkovSample(whole_row, whole_row, whole_row, columns)
+        sample = per_shard(kernel, in_specs, out_specs)(
+            latent, markov["w2"], logits, sampling.temperature, noise
+        )
+        greedy = sampling.temperature[:, None] < GREEDY_BELOW
+        scaled = sample.logits / jnp.where(greedy, 1.0, sampling.temperature[:, None])
+        chosen = jnp.arange(logits.shape[-1]) == sample.token[:, None]
+        log_probs = jnp.where(
+            greedy,
+            jnp.where(chosen, 0.0, -jnp.inf),
+            scaled - sample.log_normaliser[:, None],
+        )
+        token = sample.token if shared.target_ids is None else shared.target_ids[sample.token]
+        return token, log_probs, sample.logits
+
+    def on_chip(latent: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        dropping = (sampling.top_k > 0) | (sampling.top_p < 1.0) | (sampling.min_p > 0.0)
+        return jax.lax.cond(jnp.any(dropping), plain, fused, latent, logits)
+
+    return on_tpu(on_chip, plain, latent, logits)
+
+
 def _pick(
     logits: jax.Array,
     shared: SharedHead,
@@ -113,12 +177,7 @@ def _pick(
 
     def sampled(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         log_probs = warp(logits, sampling)
-        if coupled:
-            noise = gumbel(position_keys(sampling.seed, position), shared.embedding.shape[0])
-            noise = noise if shared.target_ids is None else noise[:, shared.target_ids]
-        else:
-            keys = round_keys(sampling.seed, round_index, position, Purpose.DRAFT)
-            noise = gumbel(keys, logits.shape[-1])
+        noise = _noise(logits, shared, sampling, round_index, position, coupled)
         return draw(log_probs, noise), log_probs
 
     def greedy(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -126,3 +185,25 @@ def _pick(
 
     row, log_probs = jax.lax.cond(any_sampled(sampling), sampled, greedy, logits)
     return row if shared.target_ids is None else shared.target_ids[row], log_probs
+
+
+def _noise(
+    logits: jax.Array,
+    shared: SharedHead,
+    sampling: SamplingParams,
+    round_index: jax.Array,
+    position: jax.Array,
+    coupled: bool,
+    *,
+    lazily: bool = False,
+) -> jax.Array:
+    """Noise f32[R, Vd] of one draft per request; `lazily` key data u32[R, 2] where that will do."""
+    if coupled:
+        keys = position_keys(sampling.seed, position)
+    else:
+        keys = round_keys(sampling.seed, round_index, position, Purpose.DRAFT)
+    reduced = coupled and shared.target_ids is not None
+    if lazily and not reduced:
+        return jax.random.key_data(keys)
+    noise = gumbel(keys, shared.embedding.shape[0] if coupled else logits.shape[-1])
+    return noise[:, shared.target_ids] if reduced else noise

@@ -16,13 +16,13 @@ from pallas_kernels.chips import BlockSizes, split
 from pallas_kernels.markov_sample.ref import Draw
 from pallas_kernels.matmul import dot
 from pallas_kernels.noise import gumbel_at, is_key
-from pallas_kernels.vocab import fold_best, perturb, scale
+from pallas_kernels.vocab import GREEDY_BELOW, fold_best, perturb, scale
 
 _GROUP = 256  # requests that share a tile of W2
 
 
 def _body(
-    first, latent, w2, base, temperature, *refs, vocab: int, noises: int, keep: bool, columns: int
+    scalars, latent, w2, base, temperature, *refs, vocab: int, noises: int, keep: bool, columns: int
 ):
     noise, refs = refs[:noises], refs[noises:]
     out = refs[:5]
@@ -42,13 +42,17 @@ def _body(
             refs[5][:, at] = logits
         local = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
         local = local + (pl.program_id(1) * tile + i * part)
-        column, valid = local + first[0], local < vocab
+        column, valid = local + scalars[0], local < vocab
         scaled = jnp.where(valid, scale(logits, temperature[...]), -jnp.inf)
         perturbed = scaled
         if noises == 1:
             perturbed = perturb(scaled, temperature[...], noise[0][:, at])
         elif noises:
-            drawn = gumbel_at((noise[0][...], noise[1][...]), column)
+            drawn = jax.lax.cond(
+                scalars[1] != 0,
+                lambda: gumbel_at((noise[0][...], noise[1][...]), column),
+                lambda: jnp.zeros_like(scaled),
+            )
             perturbed = perturb(scaled, temperature[...], drawn)
         peak = jnp.maximum(top, scaled.max(axis=1, keepdims=True))
         safe = jnp.where(peak == -jnp.inf, 0.0, peak)
@@ -101,6 +105,8 @@ def draw(
         wide,
         narrow,
     ]
+    any_sampled = jnp.any(temperature >= GREEDY_BELOW)  # else no noise is made
+    scalars = jnp.stack([jnp.asarray(first, jnp.int32), any_sampled.astype(jnp.int32)])
     noises = []
     if noise is not None:
         noises = [noise[:, :1], noise[:, 1:]] if is_key(noise) else [noise]
@@ -128,5 +134,5 @@ def draw(
         ),
         interpret=interpret,
         name="markov_sample",
-    )(jnp.asarray(first, jnp.int32).reshape(1), *operands, *noises)
+    )(scalars, *operands, *noises)
     return Draw(*(x[:, 0] for x in out[:5]), out[5] if keep_logits else None)
