@@ -9,8 +9,8 @@ from typing import Any
 
 from dspark_jax.checkpoint.deepseek import EXPERT_FORMS
 from dspark_jax.checkpoint.demo import DEMO_TARGET
-from dspark_jax.engine.hosts import join_hosts
 from dspark_jax.engine.load import DTYPES, Pair, load_pair
+from dspark_jax.engine.processes import join_hosts
 from dspark_jax.eval.compare import Comparison
 from dspark_jax.schedule import (
     CONFIDENCE_SOURCES,

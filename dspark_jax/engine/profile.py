@@ -19,8 +19,8 @@ from dspark_jax.config_deepseek import DeepseekDraftConfig
 from dspark_jax.decode import decode_round
 from dspark_jax.draft.protocol import Draft
 from dspark_jax.engine.core import Engine
-from dspark_jax.engine.hosts import agree
 from dspark_jax.engine.load import Pair
+from dspark_jax.engine.processes import agree
 from dspark_jax.engine.programs import row_buckets, row_widths, schedule_table_shapes
 from dspark_jax.schedule import ScheduleConfig
 from dspark_jax.sps import Chip, Curve, SpsKey, SpsTable, load_sps_table, roofline_table

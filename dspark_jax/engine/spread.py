@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dspark_jax.decode import decode_round, plain_step, prefill
+from dspark_jax.engine.processes import exchange
 from dspark_jax.sharding import check_divides, param_specs, place, shardings, state_specs
 from dspark_jax.state import Decoder, DecodeState, init_state
 from dspark_jax.types import PairParams, RoundOutput, ScheduleTables
@@ -102,7 +103,8 @@ class Spread:
         return _with_shardings(params, shardings(self.mesh, specs))
 
     def new_state(self) -> DecodeState:
-        """Empty slots of all groups."""
+        """Empty slots of all groups; processes wait for each other here, having compiled."""
+        exchange()
         with jax.set_mesh(self.mesh):
             return jax.jit(self._make_all, out_shardings=self.state_shardings)()
 

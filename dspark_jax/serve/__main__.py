@@ -194,7 +194,7 @@ def _load_fields(args: argparse.Namespace) -> dict:
 
 def _leads(args: argparse.Namespace) -> bool:
     """Joins the other processes; is this the one that takes requests?"""
-    from dspark_jax.engine.hosts import join_hosts
+    from dspark_jax.engine.processes import join_hosts
 
     return join_hosts(args.coordinator, args.num_processes, args.process_id)
 

@@ -8,9 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
-from dspark_jax.engine.hosts import exchange, join_hosts
+from dspark_jax.engine.processes import exchange, join_hosts
 from dspark_jax.engine.requests import Request
 from dspark_jax.serve.loading import LoadOptions, load_served
 from tests.e2e.process import ROOT, START_LIMIT_S, ServerProcess
@@ -78,7 +79,10 @@ def test_two_processes_serve_the_text_of_one(pair, tmp_path, monkeypatch):
     ]  # fmt: skip
     log = tmp_path / "follower"
     with _Follower([*arguments, "1"], log) as follower, ServerProcess(*arguments, "0") as server:
-        server.wait_ready()
+        try:
+            server.wait_ready()
+        except httpx.TransportError as gone:
+            raise AssertionError(f"{server.text()}\n{log.read_text()}") from gone
         texts = []
         for fields in sampling:
             body = {"prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True, **fields}
