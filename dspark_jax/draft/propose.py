@@ -64,15 +64,12 @@ def propose(
     def step(carry: tuple, inputs: tuple) -> tuple:
         previous, state = carry
         hidden, logits, k = inputs
-        embedding = None
-        at = anchor_pos + 1 + k
-        if markov is None:
-            token, log_probs = _pick(logits, shared, sampling, round_index, at, coupled)
-        else:
+        embedding = latent = None
+        if markov is not None:
             latent, embedding, state = markov_step(markov, previous, hidden, state)
-            token, log_probs, logits = _pick_biased(
-                markov, latent, logits, shared, sampling, round_index, at, coupled
-            )
+        token, log_probs, logits = _pick_biased(
+            markov, latent, logits, shared, sampling, round_index, anchor_pos + 1 + k, coupled
+        )
         trust = None
         if confidence is not None:
             trust = confidence_logits(confidence, hidden, embedding)
@@ -110,8 +107,8 @@ def propose(
 
 
 def _pick_biased(
-    markov: Params,
-    latent: jax.Array,
+    markov: Params | None,
+    latent: jax.Array | None,
     logits: jax.Array,
     shared: SharedHead,
     sampling: SamplingParams,
@@ -124,6 +121,8 @@ def _pick_biased(
     On a TPU, where no request drops tokens, bias, temperature and sample are one kernel; under a
     mesh one per shard of the vocabulary.
     """
+    if markov is None:
+        return *_pick(logits, shared, sampling, round_index, position, coupled), logits
 
     def plain(latent: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         biased = logits + markov_bias(markov, latent)
