@@ -353,9 +353,7 @@ def _read_ours(data: dict) -> SpsTable:
         Curve(**c | {name: tuple(c[name]) for name in ("verify_tokens", "seconds")})
         for c in data["curves"]
     )
-    return SpsTable(
-        key=SpsKey(**key), source=data["source"], lookup=data["lookup"], curves=curves
-    )
+    return SpsTable(key=SpsKey(**key), source=data["source"], lookup=data["lookup"], curves=curves)
 
 
 def _paired(data: dict, names: str, values: str) -> tuple[list[int], list[float]]:
