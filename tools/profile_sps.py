@@ -16,6 +16,7 @@ from dspark_jax.engine.core import Engine
 from dspark_jax.engine.load import DTYPES, load_pair
 from dspark_jax.engine.profile import measure_table, modelled_table, profiled_points, sps_key
 from dspark_jax.schedule import ScheduleConfig
+from dspark_jax.sharding import parse_mesh
 from dspark_jax.sps import SpsTable
 
 # Programs with every bucket, and with rounds that draft nothing.
@@ -30,6 +31,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default=DEMO_TARGET, metavar="NAME|DIR")
     parser.add_argument("--draft", default="auto", metavar="NAME|DIR")
     parser.add_argument("--dtype", default="float32", choices=sorted(DTYPES))
+    parser.add_argument("--mesh", metavar="AXIS=N,..", help="as for the server that will use it")
     parser.add_argument("--slots", type=int, default=4, metavar="N", help="most requests at once")
     parser.add_argument(
         "--context", type=int, nargs="+", default=[256], metavar="C", help="tokens of context"
@@ -56,7 +58,10 @@ def main() -> None:
     args = parser().parse_args()
     if args.slots < 1 or min(args.context) < 1:
         raise ValueError(f"--slots={args.slots} and --context={args.context} must be 1 or more.")
-    pair = load_pair(args.model, args.draft, dtype=args.dtype)
+    if args.mesh and args.modelled:
+        raise ValueError("--modelled costs one device; tools/aot.py costs a mesh.")
+    mesh = parse_mesh(args.mesh) if args.mesh else None
+    pair = load_pair(args.model, args.draft, dtype=args.dtype, mesh=mesh)
     if pair.draft is None:
         raise ValueError(f"--draft={args.draft} gives no draft; a round needs one.")
     if args.modelled:
@@ -66,7 +71,7 @@ def main() -> None:
         engine = Engine(
             pair.decoder(PROFILED), pair.params, slots=args.slots,
             capacity=max(args.context) + pair.draft.config.num_drafts + 2, dtype=pair.dtype,
-            progress=say,
+            progress=say, mesh=pair.mesh,
         )  # fmt: skip
         table = measure_table(engine, sps_key(pair), args.context, say)
         if table.is_flat:

@@ -38,6 +38,9 @@ def sps_key(pair: Pair) -> SpsKey:
     kind = jax.devices()[0].device_kind
     if kind == "cpu":
         kind = f"{os.cpu_count()}-core {platform.machine()} cpu"
+    if pair.mesh is not None:
+        axes = ",".join(f"{axis}={size}" for axis, size in pair.mesh.shape.items())
+        kind = f"{kind} as {axes}"
     return SpsKey(
         device=f"{jax.device_count()}x {kind}", model=pair.name, draft=draft_key(pair.draft),
         dtype=np.dtype(pair.dtype).name,
