@@ -165,7 +165,7 @@ def main() -> None:
     versions = {"dspark_jax": __version__, "jax": jax.__version__}
     versions["libtpu"] = importlib.metadata.version("libtpu")
     key = SpsKey(
-        device=topology.device_key, model=models.name,
+        device=topology.device_key(parse_mesh(args.mesh)), model=models.name,
         draft=draft_key(models.draft), dtype=args.dtype, versions=tuple(sorted(versions.items())),
     )  # fmt: skip
     if args.json:

@@ -9,6 +9,7 @@ import jax
 from jax.experimental import topologies
 
 from dspark_jax.chips import CHIPS, Chip
+from dspark_jax.sharding import AXES, MeshShape
 
 # Google Cloud's names count chips, v5p's and v4's count cores.
 _ACCELERATORS = {
@@ -47,10 +48,12 @@ class Topology:
     chip: Chip
     devices: tuple[jax.Device, ...]
 
-    @property
-    def device_key(self) -> str:
-        """The devices as speed tables name them."""
-        return f"{len(self.devices)}x {self.devices[0].device_kind}"
+    def device_key(self, shape: MeshShape) -> str:
+        """The devices, under a mesh if it has more than one, as an engine's speed tables say it."""
+        key = f"{len(self.devices)}x {self.devices[0].device_kind}"
+        if shape.devices == 1:
+            return key
+        return f"{key} as {','.join(f'{axis}={getattr(shape, axis)}' for axis in AXES)}"
 
 
 def prepare_environment() -> None:

@@ -125,6 +125,13 @@ def test_axes_that_cannot_be_laid_on_a_topology_are_refused():
         topology_mesh(load_topology("v6e:4x4"), parse_mesh("data=8,model=2"))
 
 
+def test_tables_name_devices_and_mesh_as_an_engine_does():
+    topology = load_topology("v6e-4")
+    assert topology.device_key(parse_mesh("data=1")) == "4x TPU v6 lite"
+    expected = "4x TPU v6 lite as data=2,expert=1,model=2"
+    assert topology.device_key(parse_mesh("data=2,model=2")) == expected
+
+
 def test_what_does_not_fit_is_refused_with_what_would():
     topology, models = load_topology("v5e:1x1"), small_models()
     mesh = topology_mesh(topology, parse_mesh("data=1"))
