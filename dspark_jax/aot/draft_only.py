@@ -91,8 +91,7 @@ def compile_draft(
             "expected data=1."
         )
     draft = models.draft
-    params = _placed(mesh, models.params.draft, param_specs(models.params.draft))
-    params = with_layouts(params)
+    params = with_layouts(_placed(mesh, models.params.draft, param_specs(models.params.draft)))
     shared = _placed(mesh, models.params.shared, param_specs(models.params.shared))
     cache = jax.eval_shape(lambda: draft.make_cache(slots, capacity, models.dtype))
     cache = _placed(mesh, cache, state_specs(cache))
