@@ -380,11 +380,11 @@ def test_rounds_planned_by_the_host_run_ahead_and_keep_the_text(
     pair: tuple, plain_engine: Engine
 ) -> None:
     schedule = ScheduleConfig(policy="lagged", lag=3, planner="host")
-    engine = _engine(pair, schedule=schedule, rejection_sample_method="coupled")
+    engine = _engine(pair, schedule=schedule, rejection_sample_method="coupled", slots=2)
     for rows, table in engine.steps_per_s.items():
         over = np.maximum(np.arange(len(table)) - rows, 0) / rows
         engine.steps_per_s[rows] = (1.0 / (1.0 + 0.4 * over)).astype(np.float32)
-    requests = _mixed(_requests(12))
+    requests = _mixed(_requests(6))
     expected = _tokens(plain_engine, requests)
     tokens, outputs = _watched(engine, requests)
     assert tokens == expected
