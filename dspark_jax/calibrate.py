@@ -152,9 +152,7 @@ def expected_calibration_error(
     return float(np.abs(gap).sum() / len(predicted))
 
 
-def ece_floor(
-    predicted: np.ndarray, draws: int = 50, bins: int = ECE_BINS, seed: int = 0
-) -> float:
+def ece_floor(predicted: np.ndarray, draws: int = 50, bins: int = ECE_BINS, seed: int = 0) -> float:
     """The ECE that chance alone gives perfectly calibrated predictions with this many events.
 
     Args:
@@ -232,6 +230,40 @@ def fit_temperatures(
         ]
         temperatures[k] = by_closeness[int(np.argmin(errors))]
     return temperatures
+
+
+def fit_bias(logits: np.ndarray, accept_len: np.ndarray, verify_len: np.ndarray) -> float:
+    """What to add to all confidence logits, by maximum likelihood.
+
+    Temperatures cannot make a head less sure than even odds; where it was trained on other text
+    than it serves, its bias is off, and this is by how much.
+
+    Args:
+      logits: f[n, K], of c_k.
+      accept_len: i[n].
+      verify_len: i[n]; draft k counts where k <= accept_len and k < verify_len.
+
+    Returns:
+      The shift of the bias.
+
+    Raises:
+      ValueError: nothing was verified, or everything or nothing of it was accepted.
+    """
+    position = np.arange(logits.shape[1])
+    reached = (position <= accept_len[:, None]) & (position < verify_len[:, None])
+    accepted = (position < accept_len[:, None])[reached]
+    if not 0 < accepted.sum() < accepted.size:
+        raise ValueError(
+            f"{accepted.sum()} of {accepted.size} drafts accepted; a bias needs some of either."
+        )
+    x, shift = logits[reached].astype(np.float64), 0.0
+    for _ in range(50):  # Newton's method on a concave function of one number
+        p = 1 / (1 + np.exp(-(x + shift)))
+        step = (accepted - p).sum() / (p * (1 - p)).sum()
+        shift += float(np.clip(step, -1.0, 1.0))
+        if abs(step) < 1e-9:
+            break
+    return shift
 
 
 def judge(
