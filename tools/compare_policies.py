@@ -20,8 +20,9 @@ from dspark_jax.checkpoint.demo import DEMO_TARGET
 from dspark_jax.cli import add_sampling_options, run_main, say
 from dspark_jax.engine.load import DTYPES, load_pair
 from dspark_jax.engine.profile import sps_key
-from dspark_jax.eval.compare import Comparison, chat_requests, machine, read_prompts
+from dspark_jax.eval.compare import Comparison, chat_requests, read_prompts
 from dspark_jax.eval.policies import Outcome, contenders, race
+from dspark_jax.eval.timing import machine
 from dspark_jax.sps import load_sps_table
 
 

@@ -10,8 +10,6 @@ rows a round computes are those of the smallest bucket that holds its schedule.
 import argparse
 import dataclasses
 import functools
-import time
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +21,7 @@ from dspark_jax.decode import decode_round, pack_rows
 from dspark_jax.draft.dense import DenseDraft
 from dspark_jax.engine.load import Pair, load_pair, random_draft_config
 from dspark_jax.engine.programs import row_buckets
-from dspark_jax.eval.compare import machine
+from dspark_jax.eval.timing import machine, median_seconds
 from dspark_jax.history import bypasses, init_history
 from dspark_jax.schedule import POLICIES, Evidence, ScheduleConfig, schedule_prefixes
 from dspark_jax.state import init_state
@@ -54,16 +52,6 @@ def with_random_draft(pair: Pair, drafts: int) -> Pair:
     return dataclasses.replace(pair, target=target, draft=draft, params=params)
 
 
-def seconds(function: Callable[[], object], repeats: int) -> float:
-    """Median seconds of a call, after one that does not count."""
-    times = []
-    for _ in range(repeats + 1):
-        begin = time.perf_counter()
-        jax.block_until_ready(function())
-        times.append(time.perf_counter() - begin)
-    return float(np.median(times[1:]))
-
-
 def decision_seconds(policy: str, requests: int, drafts: int, repeats: int) -> float:
     """Of one scheduling decision with bypass and packing."""
     config = ScheduleConfig(policy=policy, min_predicted_gain=0.0)
@@ -84,7 +72,7 @@ def decision_seconds(policy: str, requests: int, drafts: int, repeats: int) -> f
         )
         return verify_len, pack_rows(verify_len, active, drafts + 1, requests * (drafts + 1))
 
-    return seconds(lambda: decide(confidence), repeats)
+    return median_seconds(lambda: decide(confidence), repeats)
 
 
 def round_seconds(pair: Pair, requests: int) -> tuple[float, list[str]]:
@@ -118,7 +106,7 @@ def round_seconds(pair: Pair, requests: int) -> tuple[float, list[str]]:
         if computed != bucket:
             raise ValueError(f"{scheduled} rows scheduled, {computed} computed, not {bucket}.")
         checks.append(f"{scheduled} -> {computed}")
-    return seconds(lambda: one(drafts), 3), checks
+    return median_seconds(lambda: one(drafts), 3), checks
 
 
 def main() -> None:

@@ -12,7 +12,6 @@ only compiled.
 import argparse
 import dataclasses
 import functools
-import time
 from collections.abc import Callable
 
 import jax
@@ -22,8 +21,9 @@ import numpy as np
 from dspark_jax.checkpoint.demo import DEMO_TARGET
 from dspark_jax.cli import run_main
 from dspark_jax.engine.load import Pair, load_pair
-from dspark_jax.eval.compare import machine
+from dspark_jax.eval.timing import machine, median_seconds
 from dspark_jax.train.blocks import TrainBatch
+from dspark_jax.train.features import hidden_states
 from dspark_jax.train.loss import LossConfig
 from dspark_jax.train.step import Frozen, OptimizerConfig, batch_loss, make_optimizer
 from dspark_jax.train.vocabulary import full_vocabulary
@@ -44,16 +44,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory-anchors", type=int, default=512, metavar="A", help="for memory")
     parser.add_argument("--repeats", type=int, default=3, metavar="N")
     return parser
-
-
-def seconds(function: Callable[[], object], repeats: int) -> float:
-    """Median seconds of a call, after one that does not count."""
-    times = []
-    for _ in range(repeats + 1):
-        begin = time.perf_counter()
-        jax.block_until_ready(function())
-        times.append(time.perf_counter() - begin)
-    return float(np.median(times[1:]))
 
 
 def random_batch(pair: Pair, batch: int, length: int, anchors: int) -> TrainBatch:
@@ -101,21 +91,16 @@ def main() -> None:
     )  # fmt: skip
     batch = random_batch(pair, args.batch, args.length, args.anchors)
 
-    @jax.jit
-    def target_forward(params: dict, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        cache = pair.target.make_cache(tokens.shape[0], 1, jnp.float32)
-        out = pair.target.forward(
-            params, tokens, cache, cache_len=jnp.zeros(tokens.shape[0], jnp.int32)
-        )
-        return out.context_features, out.hidden
-
-    target_s = seconds(lambda: target_forward(pair.params.target, batch.tokens), args.repeats)
+    target_forward = jax.jit(functools.partial(hidden_states, pair.target))
+    target_s = median_seconds(
+        lambda: target_forward(pair.params.target, batch.tokens), args.repeats
+    )
     draft_only, whole = (gradient_of(pair, frozen, loss) for loss in (HIDDEN_ONLY, EVERYTHING))
-    draft_s = seconds(lambda: draft_only(params, frozen, batch), args.repeats)
-    whole_s = seconds(lambda: whole(params, frozen, batch), args.repeats)
+    draft_s = median_seconds(lambda: draft_only(params, frozen, batch), args.repeats)
+    whole_s = median_seconds(lambda: whole(params, frozen, batch), args.repeats)
     optimizer = make_optimizer(OptimizerConfig(), 100)
     state, update = optimizer.init(params), jax.jit(optimizer.update)
-    optimizer_s = seconds(lambda: update(params, state, params), args.repeats)
+    optimizer_s = median_seconds(lambda: update(params, state, params), args.repeats)
     blocks = args.batch * args.anchors
     print(f"{machine()}: {args.batch} x {args.length} tokens, {blocks} anchors")
     parts = {

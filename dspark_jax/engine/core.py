@@ -15,7 +15,7 @@ import numpy as np
 
 from dspark_jax.engine.counters import Counters
 from dspark_jax.engine.planner import RowPlanner
-from dspark_jax.engine.programs import Programs
+from dspark_jax.engine.programs import Programs, sampling_of
 from dspark_jax.engine.requests import (
     Emission,
     FinishReason,
@@ -28,7 +28,7 @@ from dspark_jax.engine.spread import split_output
 from dspark_jax.layouts import place_layouts
 from dspark_jax.state import Decoder
 from dspark_jax.tokenizer import Tokenizer
-from dspark_jax.types import PairParams, RoundOutput, SamplingParams, ScheduleTables
+from dspark_jax.types import PairParams, RoundOutput, ScheduleTables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,9 +222,8 @@ class Engine:
             self._state, output = self.programs.plain[rows](self.params, self._state)
             return _Flight(dict(self._running), output)
         steps = self.steps_per_s[rows]
-        program = self.programs.round.get(rows)
-        if self._planner is not None:
-            program = self.programs.planned[rows, self._plan(rows, steps)]
+        bucket = self._plan(rows, steps) if self._planner is not None else 0
+        program = self.programs.round_of(rows, bucket)
         self._state, output = program(self.params, self._state, self.tables(steps))
         return _Flight(dict(self._running), output)
 
@@ -267,13 +266,7 @@ class Engine:
 
     def _admit(self, slot: int, sequence: Sequence) -> None:
         request = sequence.request
-        sampling = SamplingParams(
-            temperature=np.float32(request.temperature),
-            top_k=np.int32(min(request.top_k, self.decoder.target.config.vocab_size)),
-            top_p=np.float32(request.top_p),
-            min_p=np.float32(request.min_p),
-            seed=np.uint32(request.seed32),
-        )
+        sampling = sampling_of(request, self.decoder.target.config.vocab_size)
         position = len(request.prompt_ids) - 1
         self._state = self.programs.admit(
             self._state, np.int32(slot), np.int32(request.prompt_ids[-1]), np.int32(position),

@@ -21,7 +21,12 @@ from dspark_jax.draft.protocol import Draft
 from dspark_jax.engine.core import Engine
 from dspark_jax.engine.load import Pair
 from dspark_jax.engine.processes import agree
-from dspark_jax.engine.programs import row_buckets, row_widths, schedule_table_shapes
+from dspark_jax.engine.programs import (
+    row_buckets,
+    row_widths,
+    schedule_table_shapes,
+    shapes_of,
+)
 from dspark_jax.schedule import ScheduleConfig
 from dspark_jax.sps import Chip, Curve, SpsKey, SpsTable, load_sps_table, roofline_table
 from dspark_jax.state import DecodeState, init_state
@@ -250,7 +255,7 @@ def modelled_table(
     if pair.draft is None:
         raise ValueError("a table of rounds needs a draft; choose one with --draft.")
     decoder = pair.decoder(ScheduleConfig())
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), pair.params)
+    shapes = shapes_of(pair.params)
     capacity = context_len + decoder.num_drafts + 2
     costs = {}
     for rows, bucket in points:
@@ -291,7 +296,7 @@ def _time_bucket(
                 remaining=programs.put_slots(np.tile(remaining, programs.groups)),
                 active=programs.put_slots(of_group < rows),
             )
-            program = programs.planned.get((rows, max(bucket, rows))) or programs.round[rows]
+            program = programs.round_of(rows, max(bucket, rows))
             state, output = program(engine.params, state, tables)
         jax.block_until_ready(output)
         times.append((time.perf_counter() - begin) / CHAIN)

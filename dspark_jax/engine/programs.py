@@ -3,14 +3,17 @@
 import functools
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.decode import decode_round, plain_step, prefill
+from dspark_jax.engine.requests import Request
 from dspark_jax.engine.spread import Spread
 from dspark_jax.layouts import keep_layouts
+from dspark_jax.schedule import ScheduleConfig
 from dspark_jax.state import Decoder, DecodeState, admit, init_state, release
 from dspark_jax.types import PairParams, SamplingParams, ScheduleTables
 
@@ -40,6 +43,23 @@ def row_widths(slots: int) -> tuple[int, ...]:
     return (*powers, slots)
 
 
+def schedule_buckets(rows: int, num_drafts: int, schedule: ScheduleConfig) -> tuple[int, ...]:
+    """Numbers of flat verify rows to compile for R requests of a policy.
+
+    Args:
+      rows: R.
+      num_drafts: K.
+      schedule: the policy and its bounds; probes verify every draft whatever the bounds.
+
+    Returns:
+      Increasing row counts; the last holds every schedule.
+    """
+    longest = num_drafts
+    if schedule.max_verify_len is not None and schedule.probe_every == 0:
+        longest = min(longest, schedule.max_verify_len)
+    return row_buckets(rows, longest, adaptive=schedule.policy != "full")
+
+
 def schedule_table_shapes(rows: int, num_drafts: int) -> ScheduleTables:
     """Shapes of the tables a round of R requests and K drafts takes."""
     temperatures = jax.ShapeDtypeStruct((num_drafts,), np.float32)
@@ -48,6 +68,22 @@ def schedule_table_shapes(rows: int, num_drafts: int) -> ScheduleTables:
         sts_temperatures=temperatures,
         sts_temperatures_presampled=temperatures,
     )
+
+
+def sampling_of(request: Request, vocab_size: int) -> SamplingParams:
+    """A request's settings as the scalars that `admit` takes."""
+    return SamplingParams(
+        temperature=np.float32(request.temperature),
+        top_k=np.int32(min(request.top_k, vocab_size)),
+        top_p=np.float32(request.top_p),
+        min_p=np.float32(request.min_p),
+        seed=np.uint32(request.seed32),
+    )
+
+
+def shapes_of(tree: Any) -> Any:
+    """Arrays as shapes, to compile for."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 class Programs:
@@ -85,7 +121,7 @@ class Programs:
         self.capacity = capacity
         self.chunks = tuple(c for c in PREFILL_CHUNKS if c < capacity) or (capacity,)
         self.groups, self.group_slots, self.spread = 1, slots, None
-        self._params = jax.tree.map(_shape, params)
+        self._params = shapes_of(params)
         if mesh is None:
             self._make_state = functools.partial(init_state, decoder, slots, capacity, dtype)
             self._state = jax.eval_shape(self._make_state)
@@ -115,10 +151,11 @@ class Programs:
 
     def buckets(self, rows: int) -> tuple[int, ...]:
         """Flat verify rows compiled for width `rows`."""
-        schedule, longest = self.decoder.schedule, self.decoder.num_drafts
-        if schedule.max_verify_len is not None and schedule.probe_every == 0:
-            longest = min(longest, schedule.max_verify_len)
-        return row_buckets(rows, longest, adaptive=schedule.policy != "full")
+        return schedule_buckets(rows, self.decoder.num_drafts, self.decoder.schedule)
+
+    def round_of(self, rows: int, bucket: int) -> Callable:
+        """The round for width `rows`; where the host plans, the one that verifies `bucket` rows."""
+        return self.planned[rows, bucket] if self.planned else self.round[rows]
 
     def _jobs(self) -> Iterator[tuple[str, dict, int, Callable]]:
         prefills = functools.partial(prefill, self.decoder)
@@ -165,10 +202,6 @@ class Programs:
         if self.spread is not None:
             return self.spread.compile(function, *shapes, donate=donate, output=output)
         return jax.jit(function, donate_argnums=donate).lower(*shapes).compile()
-
-
-def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def _ints(count: int) -> list[jax.ShapeDtypeStruct]:

@@ -6,8 +6,6 @@ the rounds only (prefill is reported apart); the ratio is of tokens per second.
 
 import dataclasses
 import json
-import os
-import platform
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from dspark_jax.engine.core import Engine
 from dspark_jax.engine.load import Pair
 from dspark_jax.engine.profile import prepare_schedule
 from dspark_jax.engine.requests import Request, Sequence
+from dspark_jax.eval.timing import machine
 from dspark_jax.schedule import ScheduleConfig
 
 
@@ -79,11 +78,6 @@ class Side:
     def round_ms(self) -> float:
         """Mean milliseconds per round."""
         return 1e3 * self.engine.counters.round_s / self.engine.counters.rounds
-
-
-def machine() -> str:
-    """Architecture, backend and cores, to be kept with every figure."""
-    return f"{platform.machine()} {jax.default_backend()}, {os.cpu_count()} cores"
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[str]:

@@ -16,12 +16,17 @@ import numpy as np
 
 from dspark_jax.decode import decode_round, plain_step, prefill
 from dspark_jax.engine.load import Pair
-from dspark_jax.engine.programs import row_buckets, schedule_table_shapes
+from dspark_jax.engine.programs import (
+    sampling_of,
+    schedule_buckets,
+    schedule_table_shapes,
+    shapes_of,
+)
 from dspark_jax.engine.requests import Request
 from dspark_jax.schedule import ScheduleConfig
 from dspark_jax.sps import SpsTable
 from dspark_jax.state import DecodeState, admit, init_state
-from dspark_jax.types import RoundOutput, SamplingParams, ScheduleTables
+from dspark_jax.types import RoundOutput, ScheduleTables
 
 TURN = 4  # rounds of a contender before the next one's turn
 
@@ -124,15 +129,13 @@ class Lane:
         tables: ScheduleTables,
     ):
         self.contender = contender
-        shapes = jax.tree.map(_shape, (pair.params, state))
+        shapes = shapes_of((pair.params, state))
         if contender.schedule is None:
             step = functools.partial(plain_step, pair.decoder(), rows=rows)
             self._inputs = ()
         else:
-            schedule = contender.schedule
-            longest = schedule.max_verify_len or pair.draft.config.num_drafts
-            buckets = row_buckets(rows, longest, adaptive=schedule.policy != "full")
-            decoder = pair.decoder(schedule, contender.rejection_sample_method)
+            decoder = pair.decoder(contender.schedule, contender.rejection_sample_method)
+            buckets = schedule_buckets(rows, decoder.num_drafts, decoder.schedule)
             step = functools.partial(decode_round, decoder, rows=rows, buckets=buckets)
             self._inputs = (tables,)
             shapes = (*shapes, schedule_table_shapes(rows, decoder.num_drafts))
@@ -236,17 +239,9 @@ def _prefilled(pair: Pair, requests: Sequence[Request], capacity: int) -> Decode
         tokens = np.zeros(width, np.int32)
         tokens[:count] = ids[:-1]
         state = fill(pair.params, state, np.int32(slot), tokens, np.int32(0), np.int32(count))
-        sampling = SamplingParams(
-            temperature=np.float32(request.temperature), top_k=np.int32(request.top_k),
-            top_p=np.float32(request.top_p), min_p=np.float32(request.min_p),
-            seed=np.uint32(request.seed32),
-        )  # fmt: skip
+        sampling = sampling_of(request, pair.target.config.vocab_size)
         state = enter(
             state, np.int32(slot), np.int32(ids[-1]), np.int32(count),
             np.int32(capacity - len(ids)), sampling,
         )  # fmt: skip
     return state
-
-
-def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -143,6 +143,28 @@ class TrainConfig:
             )
 
 
+def dflash_of(config: TrainConfig, **changes: Any) -> TrainConfig:
+    """The DFlash baseline of a DSpark run: no Markov head, no confidence head, CE only.
+
+    Args:
+      config: the DSpark run.
+      **changes: further fields to replace.
+
+    Returns:
+      The same data, depth, block and steps.
+    """
+    heads = dict(
+        markov_rank=0, markov_head_type=None, enable_confidence_head=False,
+        confidence_head_with_markov=False,
+    )  # fmt: skip
+    return dataclasses.replace(
+        config,
+        draft=dataclasses.replace(config.draft, **heads),
+        loss=LossConfig(ce=1.0, l1=0.0, confidence=0.0),
+        **changes,
+    )
+
+
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """Reads `CONFIG` from a Python file and applies overrides.
 

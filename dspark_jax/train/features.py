@@ -47,6 +47,25 @@ class FeatureStore:
     done: int
 
 
+def hidden_states(
+    target: LlamaTarget, params: Params, tokens: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """What the draft is trained on, of whole sequences.
+
+    Args:
+      target: with the wanted `tap_layer_ids`.
+      params: its parameters.
+      tokens: i32[B, S].
+
+    Returns:
+      Context features [B, S, M*D] and the last hidden state [B, S, D].
+    """
+    cache = target.make_cache(tokens.shape[0], 1, params["embedding"].dtype)
+    start = jnp.zeros(tokens.shape[0], jnp.int32)
+    out = target.forward(params, tokens, cache, cache_len=start)
+    return out.context_features, out.hidden
+
+
 def extract_features(
     target: LlamaTarget,
     params: Params,
@@ -88,11 +107,8 @@ def extract_features(
 
     @jax.jit
     def forward(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        cache = target.make_cache(tokens.shape[0], 1, jnp.float32)
-        start = jnp.zeros(tokens.shape[0], jnp.int32)
-        out = target.forward(params, tokens, cache, cache_len=start)
-        small = (out.context_features, out.hidden)
-        return tuple(jnp.clip(x, -_LIMIT, _LIMIT).astype(jnp.float16) for x in small)
+        states = hidden_states(target, params, tokens)
+        return tuple(jnp.clip(x, -_LIMIT, _LIMIT).astype(jnp.float16) for x in states)
 
     began, first = time.monotonic(), int(offsets[done])
     while done < len(samples):

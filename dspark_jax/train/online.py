@@ -1,17 +1,18 @@
 """Batches of whole samples whose hidden states come from the target as they are needed."""
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import grain
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.train.blocks import sample_anchors
 from dspark_jax.train.config import TrainConfig
 from dspark_jax.train.crops import EPOCHS
 from dspark_jax.train.data import Sample
+from dspark_jax.train.features import hidden_states
 
 if TYPE_CHECKING:
     from dspark_jax.train.prepare import Prepared
@@ -34,16 +35,7 @@ class OnlineBatches:
         dataset = dataset.batch(config.data.batch_size)
         self._order = iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1)))
         self._count = 0
-        target = prepared.target
-
-        @jax.jit
-        def forward(params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-            cache = target.make_cache(tokens.shape[0], 1, params["embedding"].dtype)
-            start = jnp.zeros(tokens.shape[0], jnp.int32)
-            out = target.forward(params, tokens, cache, cache_len=start)
-            return out.context_features, out.hidden
-
-        self._forward = forward
+        self._forward = jax.jit(functools.partial(hidden_states, prepared.target))
         self._anchors = jax.jit(sample_anchors, static_argnums=3)
 
     def __iter__(self) -> "OnlineBatches":

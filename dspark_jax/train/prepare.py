@@ -96,11 +96,11 @@ def prepare(
     answers = np.concatenate([s.tokens[s.loss_mask] for s in samples[held_out:]])
     counts = np.bincount(answers, minlength=target_config.vocab_size)
     shared = target.shared_head(target_params)
-    size = draft.config.draft_vocab_size
-    ids = None if size is None else frequent_tokens(answers, target_config.vocab_size, size)
-    if config.warm_start.draft is not None:
-        ids = ids if config.warm_start.choose_vocabulary else None
-        params, shared = _continue_from(config.warm_start.draft, draft, target_config, shared, ids)
+    start, size, ids = config.warm_start, draft.config.draft_vocab_size, None
+    if size is not None and (start.draft is None or start.choose_vocabulary):
+        ids = frequent_tokens(answers, target_config.vocab_size, size)
+    if start.draft is not None:
+        params, shared = _continue_from(start.draft, draft, target_config, shared, ids)
     else:
         if ids is not None:
             shared = reduce_vocabulary(shared, ids)
