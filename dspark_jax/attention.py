@@ -81,7 +81,7 @@ def attend(
         s = jnp.where(seen, scores(keys), _MASKED)
         new_top = jnp.maximum(top, s.max(axis=-1, keepdims=True))
         decay = jnp.exp(top - new_top)
-        probs = jnp.where(seen, jnp.exp(s - new_top), 0.0)
+        probs = jnp.exp(s - new_top)  # 0 where masked: a row sees itself, so its top is finite
         values = jnp.where(seen[..., None][:, :, 0], values, 0)  # unused rows may hold anything
         total = total * decay + probs.sum(axis=-1, keepdims=True)
         return new_top, total, out * decay + weigh(probs, values)

@@ -128,7 +128,8 @@ def rope_angles(config: RopeConfig, head_dim: int, positions: jax.Array) -> jax.
     """
     freq, factor = rope_frequencies(config, head_dim)
     angles = positions.astype(jnp.float32)[..., None] * freq
-    return jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=-2) * factor
+    angles = jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=-2) * factor
+    return jax.lax.optimization_barrier(angles)  # computed once, not in every layer's fusions
 
 
 def apply_rope(x: jax.Array, angles: jax.Array, *, interleaved: bool) -> jax.Array:
