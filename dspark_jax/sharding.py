@@ -28,6 +28,7 @@ _LOGICAL = MappingProxyType({
     "features": "model",  # the tapped states, contracted by the context projection
     "experts": "expert",
     "expert_mlp": "model",
+    "expert_tokens": "expert",  # tokens on their way to experts on other devices
 })  # fmt: skip
 
 # Axes of the parameters by name and rank; what is not listed is whole on every device. The first

@@ -13,6 +13,7 @@ from dspark_jax.aot.fit import Fit
 from dspark_jax.aot.hlo import Array
 from dspark_jax.attention import CONTEXT_BLOCK
 from dspark_jax.config_deepseek import DeepseekDraftConfig
+from dspark_jax.moe import EXCHANGE
 from dspark_jax.sps import FORMAT, Curve, SpsKey, SpsTable
 
 FORMULA = (
@@ -70,6 +71,8 @@ def loop_trips(
         experts = max(math.ceil(moe.num_experts / expert_devices * (1 - missed)), 1)
 
     def trips(name: str) -> int:
+        if name.endswith(f"{EXCHANGE}/while"):
+            return 1  # routing as even as its messages have room for
         if "moe" in name:
             return experts
         return math.ceil(context / CONTEXT_BLOCK) if "Layer/while" in name else 1

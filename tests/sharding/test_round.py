@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from dspark_jax import moe
 from dspark_jax.draft.propose import propose
 from dspark_jax.engine.core import Engine
 from dspark_jax.engine.fit import fit_draft, fit_target
@@ -15,6 +16,7 @@ from dspark_jax.sharding import make_mesh, parse_mesh
 from dspark_jax.types import PairParams, SamplingParams
 from tests.sharding.models import (
     BLOCK,
+    CAPACITY,
     SLOTS,
     VOCAB,
     Pair,
@@ -76,9 +78,11 @@ def test_a_dense_pair_decodes_the_same(dense, expected, mesh):
     _check_talk(engine, model=model, candidates=LIKELIEST)
 
 
-def test_experts_over_devices_decode_the_same():
+def test_experts_over_devices_decode_the_same(monkeypatch):
+    """Also where tokens are sent to their experts, which a chunk of a prompt does here."""
     pair = tiny_pair(moe=True)
     tokens, _ = _run(make_engine(pair, None))
+    monkeypatch.setattr(moe, "ALL_TO_ALL_TOKENS", CAPACITY)
     engine = make_engine(pair, "data=4,expert=2")
     gate_up = engine.params.target["layers"]["mlp"]["gate_up"]
     assert gate_up.addressable_shards[0].data.shape[1] == 4  # of 8 experts
@@ -88,6 +92,9 @@ def test_experts_over_devices_decode_the_same():
     experts = [c for c in talk if "moe.experts" in c.where]
     assert [c.kind for c in experts] == ["all-reduce"]  # one sum a layer
     assert max(c.size for c in talk) <= rows * (BLOCK + 1) * WIDTH
+    (chunk,) = engine.programs.prefill.values()
+    experts = [c for c in collectives(chunk.as_text()) if "moe.experts" in c.where]
+    assert {"all-to-all", "all-gather"} <= {c.kind for c in experts}
 
 
 def test_logits_are_the_same_where_heads_do_not_divide(rng):
