@@ -10,6 +10,7 @@ class BlockSizes:
     """How much of each operand a kernel holds in VMEM at a time."""
 
     context_rows: int = 256  # rows of a contiguous cache per step of the running softmax
+    query_lines: int = 4096  # rows times query heads; many more would take minutes to compile
     vocab_columns: int = 4096  # columns of logits per step
     vector_columns: int = 512  # of them in registers at a time; divides vocab_columns
     requests: int = 8  # requests per step over the vocabulary

@@ -29,8 +29,8 @@ from dspark_jax.layers import (
 )
 from dspark_jax.sharding import spec_here, whole
 from dspark_jax.types import Params, SharedHead
+from pallas_kernels.block_attention.ops import block_attention
 from pallas_kernels.dispatch import on_tpu, per_shard
-from pallas_kernels.draft_attention.ops import draft_attention
 
 
 class DraftLayer(nn.Module):
@@ -223,7 +223,7 @@ def _attend_block(
     def kernel(
         q: jax.Array, k: jax.Array, v: jax.Array, cache: KVCache, cache_len: jax.Array
     ) -> jax.Array:
-        return draft_attention(
+        return block_attention(
             q, k, v, cache.k, cache.v, layer, 0, cache_len,
             scale=scale, window=window, impl="pallas",
         )  # fmt: skip

@@ -41,7 +41,7 @@ CASES = {
 # Where a kernel is called, and how often a round then runs it in its text. A call that is there
 # and a kernel that is not would be a silent fall back to the reference.
 WIRED = {
-    ("draft/dense.py", "draft_attention"): DRAFT_LAYERS,
+    ("draft/dense.py", "block_attention"): DRAFT_LAYERS,
     ("draft/propose.py", "markov_sample"): 1,
     ("decode.py", "speculative_accept"): 1,
 }

@@ -18,7 +18,7 @@ from dspark_jax.aot.topology import has_compiler, load_topology
 from dspark_jax.draft.deepseek import DeepseekDraft
 from dspark_jax.sharding import make_mesh, param_specs, parse_mesh
 from dspark_jax.types import SharedHead
-from pallas_kernels.draft_attention.ops import draft_attention, draft_attention_paged
+from pallas_kernels.block_attention.ops import block_attention, block_attention_paged
 from pallas_kernels.markov_sample.ops import markov_sample
 from pallas_kernels.speculative_accept.ops import speculative_accept
 from pallas_kernels.window_attention.ops import window_attention
@@ -49,8 +49,8 @@ _LOGITS = dict(
 
 # name -> function of a dict of arrays, their shapes and types, kernels expected.
 PROGRAMS: dict[str, tuple[Callable, dict[str, tuple], int]] = {
-    "draft_attention": (
-        lambda x: draft_attention(**x, layer=1, first_slot=0, scale=0.1),
+    "block_attention": (
+        lambda x: block_attention(**x, layer=1, first_slot=0, scale=0.1),
         dict(
             q=((R, K, 32, 128), BF16), new_k=((R, K, 8, 128), BF16), new_v=((R, K, 8, 128), BF16),
             k_cache=((5, R, 8, 4096, 128), BF16), v_cache=((5, R, 8, 4096, 128), BF16),
@@ -58,8 +58,28 @@ PROGRAMS: dict[str, tuple[Callable, dict[str, tuple], int]] = {
         ),
         1,
     ),
-    "draft_attention_small_float32": (
-        lambda x: draft_attention(**x, layer=0, first_slot=0, scale=0.1, window=512),
+    "block_attention_causal": (
+        lambda x: block_attention(
+            **x, layer=x["cache_len"][0], first_slot=0, scale=0.1, causal=True
+        ),
+        dict(
+            q=((R, K + 1, 32, 128), BF16), new_k=((R, K + 1, 8, 128), BF16),
+            new_v=((R, K + 1, 8, 128), BF16), k_cache=((5, R, 8, 4096, 128), BF16),
+            v_cache=((5, R, 8, 4096, 128), BF16), cache_len=((R,), I32),
+        ),
+        1,
+    ),
+    "block_attention_causal_narrow_heads": (
+        lambda x: block_attention(**x, layer=0, first_slot=0, scale=0.1, causal=True),
+        dict(
+            q=((2, 32, 9, 64), BF16), new_k=((2, 32, 3, 64), BF16), new_v=((2, 32, 3, 64), BF16),
+            k_cache=((30, 2, 3, 2048, 64), BF16), v_cache=((30, 2, 3, 2048, 64), BF16),
+            cache_len=((2,), I32),
+        ),
+        1,
+    ),
+    "block_attention_small_float32": (
+        lambda x: block_attention(**x, layer=0, first_slot=0, scale=0.1, window=512),
         dict(
             q=((1, 5, 9, 64), F32), new_k=((1, 5, 3, 64), F32), new_v=((1, 5, 3, 64), F32),
             k_cache=((2, 1, 3, 1000, 64), F32), v_cache=((2, 1, 3, 1000, 64), F32),
@@ -67,8 +87,8 @@ PROGRAMS: dict[str, tuple[Callable, dict[str, tuple], int]] = {
         ),
         1,
     ),
-    "draft_attention_paged": (
-        lambda x: draft_attention_paged(**x, scale=0.1, window=2048),
+    "block_attention_paged": (
+        lambda x: block_attention_paged(**x, scale=0.1, window=2048),
         dict(
             q=((R, K, 32, 128), BF16), new_k=((R, K, 8, 128), BF16), new_v=((R, K, 8, 128), BF16),
             k_pages=((512, 8, 64, 128), BF16), v_pages=((512, 8, 64, 128), BF16),
@@ -142,6 +162,8 @@ def test_auto_compiles_to_the_kernel(name, topology):
     if name.startswith("accept"):  # of the logits, two rows per request at most are written down
         rows = 2 if name == "accept_standard" else 0
         assert compiled.memory_analysis().temp_size_in_bytes < rows * R * V * 4 + 2**20
+    if "cache_len" in shapes:  # the cache is read where it lies
+        assert compiled.memory_analysis().temp_size_in_bytes < 2**22
 
 
 @pytest.mark.parametrize("topology", FOUR_CHIPS + SIXTEEN_CHIPS)
@@ -178,7 +200,7 @@ def test_a_sharded_vocabulary_gathers_a_few_numbers(name, topology):
 
 @pytest.mark.parametrize("topology", FOUR_CHIPS)
 def test_heads_are_split_under_shard_map_and_left_to_the_reference_without(topology):
-    function, shapes, kernels = PROGRAMS["draft_attention"]
+    function, shapes, kernels = PROGRAMS["block_attention"]
     mesh = _mesh(topology)
     heads = {
         "q": P(None, None, "model"), "new_k": P(None, None, "model"), "cache_len": P(),

@@ -50,7 +50,7 @@ def test_dense_draft(take_kernels, rng):
         return np.asarray(jax.jit(attend)(q, k, v, cache, cache_len=LENS))
 
     expected = run()
-    take_kernels(dense, "draft_attention")
+    take_kernels(dense, "block_attention")
     np.testing.assert_allclose(run(), expected, atol=2e-6)
 
 

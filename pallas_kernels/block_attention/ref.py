@@ -1,10 +1,10 @@
-"""Attention of draft blocks over paged context: the definition."""
+"""Attention of a few rows per request over paged context: the definition."""
 
 import jax
 import jax.numpy as jnp
 
 
-def draft_attention(
+def block_attention(
     q: jax.Array,
     new_k: jax.Array,
     new_v: jax.Array,
@@ -16,8 +16,9 @@ def draft_attention(
     page_size: int,
     scale: float,
     window: int | None,
+    causal: bool,
 ) -> jax.Array:
-    """Every row of a block sees the block, and the context its request has.
+    """Every row of a block sees the context its request has, and the block or what is before it.
 
     Args:
       q: [R, K, N, H], rotated.
@@ -30,11 +31,12 @@ def draft_attention(
       page_size: Z.
       scale: factor on the scores.
       window: only the last `window` context rows are visible; None shows all.
+      causal: row k sees rows 0..k of its block; otherwise all of them.
 
     Returns:
       [R, K, N, H] in q's type; scores and sums are float32.
 
-    Source: DSpark paper eq. 3 (block rows attend to context and block alike).
+    Source: DSpark paper eq. 3 (a draft's rows attend to context and block alike).
     """
     requests, block, heads, head_dim = q.shape
     groups, stretch = k_store.shape[1], k_store.shape[2]
@@ -55,10 +57,14 @@ def draft_attention(
     values = jnp.where(seen[:, None, :, None], values, 0)  # unused rows may hold anything
     keys = jnp.concatenate([keys, jnp.swapaxes(new_k, 1, 2).astype(keys.dtype)], axis=2)
     values = jnp.concatenate([values, jnp.swapaxes(new_v, 1, 2).astype(values.dtype)], axis=2)
-    seen = jnp.concatenate([seen, jnp.ones((requests, block), bool)], axis=1)
+    own = jnp.ones((block, block), bool)
+    seen = jnp.concatenate([
+        jnp.broadcast_to(seen[:, None], (requests, block, seen.shape[1])),
+        jnp.broadcast_to(jnp.tril(own) if causal else own, (requests, block, block)),
+    ], axis=2)  # fmt: skip
     q = q.reshape(requests, block, groups, heads // groups, head_dim)
     scores = jnp.einsum("rkgnh,rgch->rgnkc", q, keys, preferred_element_type=jnp.float32)
-    scores = jnp.where(seen[:, None, None, None], scores * scale, -jnp.inf)
+    scores = jnp.where(seen[:, None, None], scores * scale, -jnp.inf)
     top = scores.max(axis=-1, keepdims=True)
     weights = jnp.exp(scores - top)
     out = jnp.einsum(

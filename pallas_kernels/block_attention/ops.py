@@ -1,16 +1,16 @@
-"""Attention of draft blocks over cached context: paged pools and contiguous caches."""
+"""Attention of a few rows per request over cached context: paged pools, contiguous caches."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.block_attention import kernel, ref
 from pallas_kernels.chips import block_sizes
 from pallas_kernels.dispatch import Impl, select
-from pallas_kernels.draft_attention import kernel, ref
 
 
-def draft_attention_paged(
+def block_attention_paged(
     q: jax.Array,
     new_k: jax.Array,
     new_v: jax.Array,
@@ -21,6 +21,7 @@ def draft_attention_paged(
     *,
     scale: float,
     window: int | None = None,
+    causal: bool = False,
     impl: Impl = "auto",
 ) -> jax.Array:
     """K block rows per request over a pool of pages and over each other.
@@ -36,6 +37,8 @@ def draft_attention_paged(
       cache_len: i32[R], context rows of each request, 0..B*Z.
       scale: factor on the scores.
       window: only the last `window` context rows are visible; None shows all.
+      causal: row k sees rows 0..k of its block, as in a target; otherwise all, as in a draft.
+        A request with fewer rows has finite ones behind them.
       impl: see `dispatch.select`.
 
     Returns:
@@ -49,11 +52,11 @@ def draft_attention_paged(
         raise ValueError(f"page_table is {page_table.shape}; expected [R={q.shape[0]}, B]")
     return _run(
         q, new_k, new_v, k_pages, v_pages, page_table, cache_len,
-        page_size=k_pages.shape[2], scale=scale, window=window, impl=impl,
+        page_size=k_pages.shape[2], scale=scale, window=window, causal=causal, impl=impl,
     )  # fmt: skip
 
 
-def draft_attention(
+def block_attention(
     q: jax.Array,
     new_k: jax.Array,
     new_v: jax.Array,
@@ -65,6 +68,7 @@ def draft_attention(
     *,
     scale: float,
     window: int | None = None,
+    causal: bool = False,
     impl: Impl = "auto",
 ) -> jax.Array:
     """K block rows per request over the rows of its slot and over each other.
@@ -80,6 +84,8 @@ def draft_attention(
       cache_len: i32[R], context rows of each request, 0..C.
       scale: factor on the scores.
       window: only the last `window` context rows are visible; None shows all.
+      causal: row k sees rows 0..k of its block, as in a target; otherwise all, as in a draft.
+        A request with fewer rows has finite ones behind them.
       impl: see `dispatch.select`.
 
     Returns:
@@ -102,7 +108,7 @@ def draft_attention(
     table = stretch[:, None] * pages + jnp.arange(pages)
     return _run(
         q, new_k, new_v, k_store, v_store, table, cache_len,
-        page_size=page_size, scale=scale, window=window, impl=impl,
+        page_size=page_size, scale=scale, window=window, causal=causal, impl=impl,
     )  # fmt: skip
 
 
@@ -118,16 +124,17 @@ def _run(
     page_size: int,
     scale: float,
     window: int | None,
+    causal: bool,
     impl: Impl,
 ) -> jax.Array:
-    static = dict(page_size=page_size, scale=scale, window=window)
+    static = dict(page_size=page_size, scale=scale, window=window, causal=causal)
     pages = k_store.shape[0] * -(-k_store.shape[2] // page_size)
     table = jnp.clip(page_table, 0, pages - 1).astype(jnp.int32)
     lens = jnp.clip(cache_len, 0, page_table.shape[1] * page_size).astype(jnp.int32)
     return select(
         impl,
-        functools.partial(kernel.draft_attention, sizes=block_sizes(), **static),
-        functools.partial(ref.draft_attention, **static),
+        functools.partial(kernel.block_attention, sizes=block_sizes(), **static),
+        functools.partial(ref.block_attention, **static),
         q, new_k, new_v, k_store, v_store, table, lens,
     )  # fmt: skip
 
