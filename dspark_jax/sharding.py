@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 AXES = ("data", "expert", "model")  # outermost first: neighbours on `model` talk most
@@ -116,6 +117,10 @@ def parse_mesh(text: str) -> MeshShape:
 def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh with the axes `data`, `expert` and `model`.
 
+    On a TPU an axis lies along whole axes of the chips' grid where it can, so that its devices are
+    neighbours in a ring; else it takes a part of one (data=8,model=2 on 4x4 chips), whose ends do
+    not meet. Devices that fill no box of the grid are taken in their own order.
+
     Args:
       shape: its sizes.
       devices: to use; None takes the first of all there are, in every process.
@@ -140,8 +145,13 @@ def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> 
             f"with {len(devices)} devices together; every process must take part."
         )
     sizes = tuple(getattr(shape, axis) for axis in AXES)
-    auto = (AxisType.Auto,) * len(AXES)
-    return jax.make_mesh(sizes, AXES, axis_types=auto, devices=used)
+    try:
+        laid = mesh_utils.create_device_mesh(sizes, used)
+    except NotImplementedError:  # no product of whole axes of the grid
+        laid = mesh_utils.create_device_mesh(sizes, used, allow_split_physical_axes=True)
+    except AssertionError:  # no box
+        laid = np.array(used).reshape(sizes)
+    return Mesh(laid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 @dataclasses.dataclass(frozen=True)

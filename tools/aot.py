@@ -19,7 +19,7 @@ from dspark_jax.aot.compiled import Compiled
 from dspark_jax.aot.draft_only import compile_draft, pack_experts
 from dspark_jax.aot.fit import Fit, estimate_fit
 from dspark_jax.aot.models import Models, describe_models, presets
-from dspark_jax.aot.pair import PairPrograms, selection, topology_mesh
+from dspark_jax.aot.pair import PairPrograms, selection
 from dspark_jax.aot.report import (
     cost_lines,
     cost_points,
@@ -35,7 +35,7 @@ from dspark_jax.draft.deepseek import DeepseekDraft
 from dspark_jax.engine.load import DTYPES
 from dspark_jax.engine.profile import draft_key
 from dspark_jax.schedule import POLICIES, ScheduleConfig
-from dspark_jax.sharding import parse_mesh
+from dspark_jax.sharding import make_mesh, parse_mesh
 from dspark_jax.sps import SpsKey
 
 KINDS = ("prefill", "plain", "round", "train")
@@ -93,7 +93,7 @@ def compile_all(
       The programs, and what there is room for.
     """
     shape = parse_mesh(args.mesh)
-    mesh = topology_mesh(topology, shape)
+    mesh = make_mesh(shape, topology.devices)
     programs: list[Compiled] = []
     room = dict(slots=args.slots, capacity=args.context)
     if models.target is None:

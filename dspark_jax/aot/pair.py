@@ -12,31 +12,8 @@ from dspark_jax.aot.models import Models
 from dspark_jax.aot.topology import Topology
 from dspark_jax.engine.programs import Programs
 from dspark_jax.layouts import with_layouts
-from dspark_jax.sharding import MeshShape, make_mesh
 from dspark_jax.state import Decoder, DecodeState
 from dspark_jax.types import PairParams, SharedHead
-
-
-def topology_mesh(topology: Topology, shape: MeshShape) -> Mesh:
-    """The mesh of an engine on some or all devices of a topology.
-
-    Args:
-      topology: its devices.
-      shape: sizes of the axes.
-
-    Returns:
-      The mesh.
-
-    Raises:
-      ValueError: there are fewer devices, or the axes cannot be laid on how they are connected.
-    """
-    try:
-        return make_mesh(shape, topology.devices)
-    except NotImplementedError as error:
-        raise ValueError(
-            f"data={shape.data},expert={shape.expert},model={shape.model} cannot be laid on "
-            f"{topology.name}: every axis must be a product of whole axes of the topology."
-        ) from error
 
 
 class PairPrograms(Programs):

@@ -1,24 +1,26 @@
 """Whole programs of the engine through the real TPU compiler, on one chip and on many."""
 
 import dataclasses
+import math
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import dspark_jax
 from dspark_jax.aot.compiled import Compiled
 from dspark_jax.aot.fit import estimate_fit
 from dspark_jax.aot.models import Models
-from dspark_jax.aot.pair import PairPrograms, selection, topology_mesh
+from dspark_jax.aot.pair import PairPrograms, selection
 from dspark_jax.aot.report import cost_points
 from dspark_jax.aot.topology import has_compiler, load_topology
 from dspark_jax.config import RopeConfig, TargetConfig
 from dspark_jax.draft.dense import DenseDraft
 from dspark_jax.engine.load import random_draft_config
 from dspark_jax.schedule import ScheduleConfig
-from dspark_jax.sharding import parse_mesh
+from dspark_jax.sharding import make_mesh, parse_mesh
 from dspark_jax.target.llama import LlamaTarget
 from dspark_jax.types import PairParams
 
@@ -81,7 +83,7 @@ def compile_round(topology_name: str, mesh_text: str, *, rows: int = 2) -> PairP
     """One round of a small pair."""
     topology, shape, models = load_topology(topology_name), parse_mesh(mesh_text), small_models()
     return PairPrograms(
-        models.decoder(ScheduleConfig()), models, topology, topology_mesh(topology, shape),
+        models.decoder(ScheduleConfig()), models, topology, make_mesh(shape, topology.devices),
         slots=rows * shape.data, capacity=CAPACITY, wanted=selection(("round",), (rows,)),
         progress=print,
     )  # fmt: skip
@@ -120,9 +122,29 @@ def _check_costs(program: Compiled, programs: PairPrograms, *, parts: int, devic
         assert all(size / runs < vocabulary for runs, size in collectives.values())
 
 
-def test_axes_that_cannot_be_laid_on_a_topology_are_refused():
-    with pytest.raises(ValueError, match="cannot be laid on v6e:4x4"):
-        topology_mesh(load_topology("v6e:4x4"), parse_mesh("data=8,model=2"))
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("v6e:4x4", "data=8,model=2"),
+        ("v6e:4x4", "data=2,model=8"),
+        ("v6e:4x4", "data=2,expert=2,model=4"),
+        ("tpu7x:2x2x2", "data=2,model=8"),
+    ],
+)
+def test_axes_may_take_a_part_of_an_axis_of_the_chips(name, mesh):
+    """Those that split a model between them fill a box of the grid of chips."""
+    shape, topology = parse_mesh(mesh), load_topology(name)
+    laid = make_mesh(shape, topology.devices)
+    assert dict(laid.shape) == dataclasses.asdict(shape)
+    assert set(laid.devices.flat) == set(topology.devices)
+    for group in laid.devices.reshape(-1, shape.model):
+        chips = {tuple(device.coords) for device in group}
+        assert math.prod(np.ptp(list(chips), axis=0) + 1) == len(chips)
+
+
+def test_devices_that_fill_no_box_of_chips_make_a_mesh():
+    topology = load_topology("tpu7x:2x2x1")
+    assert make_mesh(parse_mesh("model=3"), topology.devices).shape["model"] == 3
 
 
 def test_tables_name_devices_and_mesh_as_an_engine_does():
@@ -134,7 +156,7 @@ def test_tables_name_devices_and_mesh_as_an_engine_does():
 
 def test_what_does_not_fit_is_refused_with_what_would():
     topology, models = load_topology("v5e:1x1"), small_models()
-    mesh = topology_mesh(topology, parse_mesh("data=1"))
+    mesh = make_mesh(parse_mesh("data=1"), topology.devices)
     room = dict(slots=1, capacity=2_000_000)
     programs = PairPrograms(
         models.decoder(ScheduleConfig()), models, topology, mesh, **room,
