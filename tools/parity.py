@@ -44,7 +44,7 @@ from tools.comparisons import (  # noqa: E402
     read_arrays,
     unknown_arrays,
 )
-from tools.parity_deepseek import check_deepseek_draft  # noqa: E402
+from tools.parity_deepseek import check_deepseek  # noqa: E402
 
 RELATIVE_TOLERANCE = 1e-4  # losses and gradients: of an array's largest value
 ALIGNED = "aligned_target_logits"
@@ -297,9 +297,9 @@ def _compare_scaled(name: str, got: jax.Array, expected: np.ndarray) -> Result:
 
 
 def check_outputs(directory: Path) -> list[Result]:
-    """Checks `outputs.safetensors`: of a plain target, or of a DeepSeek model's draft."""
+    """Checks `outputs.safetensors`: of a plain target, or of a DeepSeek model."""
     if is_deepseek(read_config_json(directory)):
-        return check_deepseek_draft(directory)
+        return check_deepseek(directory)
     return check_target(directory)
 
 

@@ -1,4 +1,4 @@
-"""The check of DeepSeek V4 and V4.1 drafts: given taps and anchors, everything the stack makes."""
+"""The check of DeepSeek V4 and V4.1 folders: the target where there is one, and the draft."""
 
 import functools
 from pathlib import Path
@@ -26,21 +26,18 @@ from tools.comparisons import (
     read_arrays,
     unknown_arrays,
 )
+from tools.parity_deepseek_target import TARGET_INPUTS, check_deepseek_target
 
-TARGET_ARRAYS = {
-    "tokens", "prefill_last_logits", "decode_logits", "greedy_prompt", "greedy_continuation",
-    "engram_hash.multipliers", "engram_hash.offsets", "engram_hash.primes",
-    "engram_hash.token_map",
-}  # fmt: skip
-DRAFT_ARRAYS = ("draft_ids", "draft_logits", "confidence_logits")
+TARGET_ARRAYS = {"tokens", "prefill_last_logits", "decode_logits"}
+DRAFT_ARRAYS = ("draft_logits", "confidence_logits")
 _DEQUANTISED = "dequantized."
 
 
-def check_deepseek_draft(directory: Path) -> list[Result]:
-    """Checks the draft of a DeepSeek model: `outputs.safetensors` beside its checkpoint.
+def check_deepseek(directory: Path) -> list[Result]:
+    """Checks a DeepSeek model: `outputs.safetensors` beside its checkpoint.
 
-    The taps of the prefill and of every decode step are given, so the target does not run: its
-    own arrays are skipped, and so are the drafts of a folder that records no decode taps.
+    A V4.1 target runs. The draft is given the folder's taps and anchors; where decode taps are not
+    recorded, both are those of the target. A V4 target's own arrays are skipped.
 
     Args:
       directory: the golden folder.
@@ -49,28 +46,34 @@ def check_deepseek_draft(directory: Path) -> list[Result]:
       One result per golden array.
     """
     golden = read_arrays(directory / "outputs.safetensors")
+    results, inputs, known = [], golden, {"prefill_taps", "decode_taps"}
+    if "tokens" in golden and read_config_json(directory)["model_type"] == "deepseek_v41":
+        results, made = check_deepseek_target(directory, golden)
+        inputs = made if "decode_taps" not in golden else golden | {"draft_ids": made["draft_ids"]}
+        known |= TARGET_INPUTS
+    else:
+        results += [
+            _skip(name, "of a target that this version does not have")
+            for name in sorted(TARGET_ARRAYS & set(golden))
+        ]
+    results += _check_draft(directory, golden, inputs)
+    results += _check_dequantised(directory, golden)
+    return results + unknown_arrays(golden, known | {result.name for result in results}, "")
+
+
+def _check_draft(directory: Path, golden: Arrays, inputs: Arrays) -> list[Result]:
+    """Drafts from the taps and anchors in `inputs`, and the rings they leave."""
     config, params, shared = load_deepseek_draft(directory)
     draft = DeepseekDraft(config=config)
-    cache = run_prefill(draft, params, golden_array(golden, "prefill_taps"))
+    cache = run_prefill(draft, params, golden_array(inputs, "prefill_taps"))
     results = _check_rings("ring_after_prefill.", cache, golden)
-    if "decode_taps" in golden:
-        blocks, cache = run_decode(draft, params, shared, cache, golden)
-        ids = golden_array(golden, "draft_ids")
-        drafts = np.stack([block.draft_tokens for block in blocks], axis=1)
-        results += [
-            compare_tokens("draft_ids", np.concatenate([ids[..., :1], drafts], axis=2), ids),
-            *(_compare_steps(name, blocks, golden) for name in DRAFT_ARRAYS[1:]),
-        ]
-        results += _check_rings("ring_final.", cache, golden)
-    else:
-        results += [_skip(name, "the folder has no decode_taps") for name in DRAFT_ARRAYS]
-    results += _check_dequantised(directory, golden)
-    results += [
-        _skip(name, "of the target, which this version does not have")
-        for name in sorted(TARGET_ARRAYS & set(golden))
-    ]
-    known = {result.name for result in results} | {"prefill_taps", "decode_taps"}
-    return results + unknown_arrays(golden, known, "")
+    blocks, cache = run_decode(draft, params, shared, cache, inputs)
+    anchors = golden_array(inputs, "draft_ids")[..., :1]
+    drafts = np.stack([block.draft_tokens for block in blocks], axis=1)
+    ids = np.concatenate([anchors, drafts], axis=2)
+    results.append(compare_tokens("draft_ids", ids, golden_array(golden, "draft_ids")))
+    results += [_compare_steps(name, blocks, golden) for name in DRAFT_ARRAYS]
+    return results + _check_rings("ring_final.", cache, golden)
 
 
 def run_prefill(draft: DeepseekDraft, params: Params, taps: np.ndarray) -> WindowCache:
@@ -99,7 +102,7 @@ def run_decode(
       params: its parameters.
       shared: embedding and LM head.
       cache: the window after the prefill.
-      golden: with `prefill_taps`, `decode_taps` and the anchors in `draft_ids`.
+      golden: with `prefill_taps`, `decode_taps` and the anchors, first in `draft_ids`.
 
     Returns:
       The block of each step, and the window after the last.

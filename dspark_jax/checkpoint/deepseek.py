@@ -20,10 +20,15 @@ from dspark_jax.checkpoint.rules import (
 )
 from dspark_jax.checkpoint.safetensors import TensorReader
 from dspark_jax.config import TargetConfig, read_config_json
-from dspark_jax.config_deepseek import DeepseekDraftConfig, deepseek_draft_from_hf
+from dspark_jax.config_deepseek import (
+    DeepseekDraftConfig,
+    DeepseekTargetConfig,
+    deepseek_draft_from_hf,
+)
 from dspark_jax.packed import SCALE_BYTES, PackedKernel
 from dspark_jax.types import Params, SharedHead
 
+_BlockConfig = DeepseekDraftConfig | DeepseekTargetConfig
 EXPERT_FORMS = ("packed", "bfloat16", "float32")
 _STAGE = re.compile(r"mtp\.(\d+)\.")
 _COMPARED_ROWS = 64
@@ -255,18 +260,32 @@ def deepseek_rules(config: DeepseekDraftConfig) -> list[TensorRule]:
     if not config.single_pass:
         rules += _mix_rules(config, ("hc_head",), last + "hc_head_", config.hc_mult, 1)
     for i in range(config.num_stages):
-        rules += _attention_rules(config, i) + _expert_rules(config, i)
-        count = config.hc_mult * (2 + config.hc_mult)
-        for ours, stored in (("attn", "attn"), ("ffn", "ffn")):
-            path = ("layers", i, f"{ours}_mix")
-            rules += _mix_rules(config, path, f"mtp.{i}.hc_{stored}_", count, 3)
-            norm = f"mtp.{i}.{stored}_norm.weight"
-            rules.append(same(("layers", i, f"{ours}_norm", "weight"), norm, (width,)))
+        rules += block_rules(config, i, f"mtp.{i}.")
+    return rules
+
+
+def block_rules(config: _BlockConfig, i: int, stored: str) -> list[TensorRule]:
+    """Rules of what a block of the draft and a layer of the target have in common.
+
+    Args:
+      config: the architecture.
+      i: the block or layer, by its place in the tree.
+      stored: what its tensors' names begin with.
+
+    Returns:
+      Rules of attention, experts, norms and hyper-connections.
+    """
+    rules = _attention_rules(config, i, stored) + _expert_rules(config, i, stored)
+    count = config.hc_mult * (2 + config.hc_mult)
+    for part in ("attn", "ffn"):
+        path, norm = ("layers", i, f"{part}_norm", "weight"), f"{stored}{part}_norm.weight"
+        rules += _mix_rules(config, ("layers", i, f"{part}_mix"), f"{stored}hc_{part}_", count, 3)
+        rules.append(same(path, norm, (config.hidden_size,)))
     return rules
 
 
 def _mix_rules(
-    config: DeepseekDraftConfig, path: tuple, stored: str, outputs: int, scales: int
+    config: _BlockConfig, path: tuple, stored: str, outputs: int, scales: int
 ) -> list[TensorRule]:
     streams, width = config.hc_mult, config.hidden_size
     return [
@@ -279,10 +298,10 @@ def _mix_rules(
     ]  # fmt: skip
 
 
-def _attention_rules(config: DeepseekDraftConfig, i: int) -> list[TensorRule]:
+def _attention_rules(config: _BlockConfig, i: int, block: str) -> list[TensorRule]:
     width, head_dim, heads = config.hidden_size, config.head_dim, config.num_attention_heads
     q_rank, groups, rank = config.q_lora_rank, config.o_groups, config.o_lora_rank
-    ours, stored = ("layers", i, "attn"), f"mtp.{i}.attn."
+    ours, stored = ("layers", i, "attn"), block + "attn."
     inner = heads // groups * head_dim
     return [
         same((*ours, "sink"), stored + "attn_sink", (heads,), exact=True),
@@ -307,8 +326,8 @@ def _attention_rules(config: DeepseekDraftConfig, i: int) -> list[TensorRule]:
     ]  # fmt: skip
 
 
-def _expert_rules(config: DeepseekDraftConfig, i: int) -> list[TensorRule]:
-    moe, width, stored = config.moe, config.hidden_size, f"mtp.{i}.ffn."
+def _expert_rules(config: _BlockConfig, i: int, block: str) -> list[TensorRule]:
+    moe, width, stored = config.moe, config.hidden_size, block + "ffn."
     experts, size, ours = moe.num_experts, moe.moe_intermediate_size, ("layers", i, "moe")
     shared = moe.num_shared_experts * size
     gates = [f"{stored}experts.{e}.{x}.weight" for e in range(experts) for x in ("w1", "w3")]

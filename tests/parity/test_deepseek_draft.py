@@ -1,4 +1,4 @@
-"""The DeepSeek V4 and V4.1 draft stacks against golden vectors and a NumPy twin."""
+"""DeepSeek V4 and V4.1 against golden vectors, and their draft stacks against a NumPy twin."""
 
 import shutil
 from pathlib import Path
@@ -19,10 +19,14 @@ from tools.parity_deepseek import run_decode, run_prefill
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 DRAFTS = {"draft_ids", "draft_logits", "confidence_logits"}
 RINGS = {f"{when}.{i}" for when in ("ring_after_prefill", "ring_final") for i in range(3)}
+TARGET = {"prefill_last_logits", "prefill_taps", "decode_logits"}
+HASH = {"engram_hash.multipliers", "engram_hash.offsets", "engram_hash.primes"}
 COMPARED = {
-    "v41_tiny": DRAFTS | RINGS,
+    "v41_tiny": DRAFTS | RINGS | TARGET | HASH | {"decode_taps", "greedy_continuation"},
     "v4_tiny": DRAFTS,
     "v41_tiny_quantized": {
+        *DRAFTS,
+        *TARGET,
         "dequantized.layers.0.engram.embed.weight",
         "dequantized.layers.2.ffn.experts.1.w2.weight",
         "dequantized.layers.3.attn.wkv.weight",
@@ -135,6 +139,11 @@ def _spoil(arrays: dict) -> None:
     arrays["ring_final.2"][0, 5, 1] += 1e-2
     arrays["ring_final.3"] = arrays["ring_final.2"]
     arrays["confidence_logits"][0, 0, 0] = np.nan
+    arrays["prefill_last_logits"][1, 9] -= 1e-3
+    arrays["decode_logits"][0, 5, 40] += 1e-3
+    arrays["decode_taps"][1, 2, 7] *= 2
+    arrays["greedy_continuation"][1, -1] += 1
+    arrays["engram_hash.primes"][1, 2, 0] += 2
     arrays["novelty"] = np.zeros(1, np.float32)
 
 
@@ -142,8 +151,12 @@ def test_parity_tool_fails_on_other_vectors(tmp_path, capsys):
     assert parity.main([str(_copy_with(tmp_path, _spoil))]) == 1
     lines = capsys.readouterr().out.splitlines()
     failed = {line.split()[1] for line in lines if line.startswith("  FAILED")}
-    assert failed == {"draft_ids", "ring_final.2", "ring_final.3", "confidence_logits", "novelty"}
-    assert lines[-1] == "5 failed, 9 not compared"
+    assert failed == {
+        "draft_ids", "draft_logits", "ring_final.2", "ring_final.3", "confidence_logits",
+        "novelty", "prefill_last_logits", "decode_logits", "decode_taps", "greedy_continuation",
+        "engram_hash.primes",
+    }  # fmt: skip
+    assert lines[-1] == "11 failed"
 
 
 def test_bfloat16_stays_close(tmp_path, rng):
