@@ -232,40 +232,6 @@ def fit_temperatures(
     return temperatures
 
 
-def fit_bias(logits: np.ndarray, accept_len: np.ndarray, verify_len: np.ndarray) -> float:
-    """What to add to all confidence logits, by maximum likelihood.
-
-    Temperatures cannot make a head less sure than even odds; where it was trained on other text
-    than it serves, its bias is off, and this is by how much.
-
-    Args:
-      logits: f[n, K], of c_k.
-      accept_len: i[n].
-      verify_len: i[n]; draft k counts where k <= accept_len and k < verify_len.
-
-    Returns:
-      The shift of the bias.
-
-    Raises:
-      ValueError: nothing was verified, or everything or nothing of it was accepted.
-    """
-    position = np.arange(logits.shape[1])
-    reached = (position <= accept_len[:, None]) & (position < verify_len[:, None])
-    accepted = (position < accept_len[:, None])[reached]
-    if not 0 < accepted.sum() < accepted.size:
-        raise ValueError(
-            f"{accepted.sum()} of {accepted.size} drafts accepted; a bias needs some of either."
-        )
-    x, shift = logits[reached].astype(np.float64), 0.0
-    for _ in range(50):  # Newton's method on a concave function of one number
-        p = 1 / (1 + np.exp(-(x + shift)))
-        step = (accepted - p).sum() / (p * (1 - p)).sum()
-        shift += float(np.clip(step, -1.0, 1.0))
-        if abs(step) < 1e-9:
-            break
-    return shift
-
-
 def judge(
     logits: np.ndarray, accept_len: np.ndarray, verify_len: np.ndarray, temperatures: np.ndarray
 ) -> dict[str, list[float]]:
@@ -301,6 +267,7 @@ class Calibration:
     Attributes:
       temperatures: K positive numbers.
       presampled_temperatures: a set of their own for estimates made before drafting, or empty.
+      neutral_confidence: the mean confidence by position, believed of new requests, or empty.
       dataset: what the prompts were.
       num_samples: rounds judged.
       ece_before: by position, held out, without temperatures; None where nothing was seen.
@@ -309,6 +276,7 @@ class Calibration:
 
     temperatures: tuple[float, ...]
     presampled_temperatures: tuple[float, ...] = ()
+    neutral_confidence: tuple[float, ...] = ()
     dataset: str = ""
     num_samples: int = 0
     ece_before: tuple[float | None, ...] = ()
@@ -320,6 +288,16 @@ class Calibration:
             raise ValueError(
                 f"temperatures {values.tolist()} must be positive numbers, one per position."
             )
+
+    def tables(self) -> dict[str, np.ndarray]:
+        """f32[K] arrays by the names of `ScheduleTables`; ones for what the calibration lacks."""
+        given = {
+            "sts_temperatures": self.temperatures,
+            "sts_temperatures_presampled": self.presampled_temperatures,
+            "neutral_confidence": self.neutral_confidence,
+        }
+        ones = (1.0,) * len(self.temperatures)
+        return {name: np.array(values or ones, np.float32) for name, values in given.items()}
 
     def save(self, path: str | Path, **more: object) -> None:
         """Writes JSON that SGLang (`temperatures`) and TensorRT-LLM (`sts_temperatures`) read.

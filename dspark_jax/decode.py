@@ -12,17 +12,12 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from dspark_jax.acceptance import accept, sample_undrafted
 from dspark_jax.draft.propose import propose
 from dspark_jax.history import bypasses, is_probe, remember
 from dspark_jax.kv_cache import KVCache, write_rows
 from dspark_jax.sampling import (
-    Purpose,
-    any_sampled,
-    gumbel,
-    position_keys,
-    round_keys,
     sample_plain,
-    warp,
 )
 from dspark_jax.schedule import Evidence, schedule_prefixes, staircase
 from dspark_jax.state import Decoder, DecodeState, SlotView, commit
@@ -33,10 +28,8 @@ from dspark_jax.types import (
     PairParams,
     RoundOutput,
     ScheduleTables,
-    SharedHead,
     TargetOutput,
 )
-from dspark_jax.verify import accept_block, accept_coupled, accept_standard
 
 
 def prefill(
@@ -74,9 +67,7 @@ def prefill(
         return state.replace(target_kv=target_kv)
     positions = (start + jnp.arange(tokens.shape[0]))[None]
     k, v = decoder.draft.context_kv(params.draft, out.context_features, positions)
-    context_kv = write_rows(
-        state.context_kv, k, v, first_slot=slot, start=begin, count=rows
-    )
+    context_kv = write_rows(state.context_kv, k, v, first_slot=slot, start=begin, count=rows)
     return state.replace(target_kv=target_kv, context_kv=context_kv)
 
 
@@ -142,49 +133,122 @@ def decode_round(
     """
     view = SlotView.of(state, rows)
     with jax.named_scope("schedule"):
-        evidence = _older_evidence(decoder, state, view, tables.steps_per_s, buckets)
+        evidence = _older_evidence(decoder, state, view, tables, buckets)
         bypassed = bypasses(state.history, evidence, decoder.schedule)
-    block = _propose(decoder, params, state, view, bypassed)
-    with jax.named_scope("schedule"):
-        acceptance = state.history.acceptance[:rows]
-        evidence = _with_confidences(decoder, evidence, block, tables, acceptance)
-        verify_len = schedule_prefixes(evidence, decoder.schedule)
-        probe = is_probe(state.history, decoder.schedule)
-        verify_len = jnp.where(probe, jnp.where(view.active, evidence.limit, 0), verify_len)
-        verify_len = jnp.where(bypassed, 0, verify_len)
-    with jax.named_scope("target.verify"):
-        verified = _verify(decoder, params, state.target_kv, view, block, verify_len, buckets)
-    with jax.named_scope("accept"):
-        result = _accept(
-            view, block, verified.logits, verify_len, params.shared,
-            decoder.rejection_sample_method,
-        )  # fmt: skip
+
+    def drafted() -> _Turn:
+        return _drafted(decoder, params, state, tables, view, evidence, buckets)
+
+    if decoder.schedule.min_predicted_gain is None:
+        turn = drafted()
+    else:
+        turn = jax.lax.cond(
+            bypassed, lambda: _undrafted(decoder, params, state, view, evidence), drafted
+        )
+    plan, result = turn.plan, turn.result
     with jax.named_scope("commit"):
         kept = jnp.where(view.active, result.accept_len + 1, 0)
-        target_kv = write_rows(
-            state.target_kv, verified.new_k, verified.new_v,
-            first_slot=0, start=view.anchor_pos, count=kept,
-        )  # fmt: skip
-        positions = view.anchor_pos[:, None] + jnp.arange(decoder.num_drafts + 1)
-        k, v = decoder.draft.context_kv(params.draft, verified.context_features, positions)
-        context_kv = write_rows(
-            state.context_kv, k, v, first_slot=0, start=view.anchor_pos, count=kept
-        )
+        where = dict(first_slot=0, start=view.anchor_pos, count=kept)
+        target_kv = write_rows(state.target_kv, turn.new_k, turn.new_v, **where)
+        context_kv = write_rows(state.context_kv, turn.context_k, turn.context_v, **where)
         history = remember(
             state.history, active=view.active, bypassed=bypassed,
-            confidence=evidence.confidence, verify_len=verify_len, accept_len=result.accept_len,
+            confidence=plan.confidence, verify_len=plan.verify_len, accept_len=result.accept_len,
         )  # fmt: skip
         state = state.replace(target_kv=target_kv, context_kv=context_kv, history=history)
         state = commit(state, view, result)
     offset = jnp.arange(decoder.num_drafts + 1)
-    drafts = jnp.pad(block.draft_tokens, ((0, 0), (0, 1)))
-    tokens = jnp.where(
-        offset == result.accept_len[:, None], result.bonus_token[:, None], drafts
-    )
+    drafts = jnp.pad(turn.draft_tokens, ((0, 0), (0, 1)))
+    tokens = jnp.where(offset == result.accept_len[:, None], result.bonus_token[:, None], drafts)
     return state, RoundOutput(
-        tokens=tokens, emit_len=kept, accept_len=result.accept_len, verify_len=verify_len,
-        confidence=evidence.confidence, presampled=evidence.presampled,
-        verify_rows=verified.rows, probe=probe, bypassed=bypassed,
+        tokens=tokens, emit_len=kept, accept_len=result.accept_len, verify_len=plan.verify_len,
+        confidence=plan.confidence, presampled=plan.presampled,
+        verify_rows=turn.verified_rows, probe=plan.probe, bypassed=bypassed,
+    )  # fmt: skip
+
+
+@flax.struct.dataclass
+class _Plan:
+    """What a round decided to verify, and by what."""
+
+    verify_len: jax.Array  # i32[R]
+    confidence: jax.Array  # f32[R, K]
+    presampled: jax.Array  # f32[R, K]
+    probe: jax.Array  # bool[]
+
+
+@flax.struct.dataclass
+class _Turn:
+    """What a round found out, with or without drafts; nothing is stored yet."""
+
+    draft_tokens: jax.Array  # i32[R, K]
+    plan: _Plan
+    result: AcceptResult
+    new_k: jax.Array  # [L, R, W, G, H], of the target (W = K + 1)
+    new_v: jax.Array
+    context_k: jax.Array  # [L', R, W, ..], of the draft
+    context_v: jax.Array
+    verified_rows: jax.Array  # i32[], flat rows the target computed
+
+
+def _drafted(
+    decoder: Decoder,
+    params: PairParams,
+    state: DecodeState,
+    tables: ScheduleTables,
+    view: SlotView,
+    evidence: Evidence,
+    buckets: tuple[int, ...],
+) -> _Turn:
+    """Propose, schedule, verify and accept."""
+    block = propose(
+        decoder.draft, params.draft, params.shared, state.context_kv,
+        anchor=view.anchor, anchor_pos=view.anchor_pos, round_index=view.round_index,
+        sampling=view.sampling, coupled=decoder.rejection_sample_method == "coupled",
+        presample=decoder.schedule.policy == "presampled",
+    )  # fmt: skip
+    with jax.named_scope("schedule"):
+        acceptance = state.history.acceptance[: view.anchor.shape[0]]
+        evidence = _with_confidences(decoder, evidence, block, tables, acceptance)
+        verify_len = schedule_prefixes(evidence, decoder.schedule)
+        probe = is_probe(state.history, decoder.schedule)
+        verify_len = jnp.where(probe, jnp.where(view.active, evidence.limit, 0), verify_len)
+    plan = _Plan(
+        verify_len=verify_len, confidence=evidence.confidence, presampled=evidence.presampled,
+        probe=probe,
+    )  # fmt: skip
+    return _verify(decoder, params, state.target_kv, view, block, plan, buckets)
+
+
+def _undrafted(
+    decoder: Decoder, params: PairParams, state: DecodeState, view: SlotView, evidence: Evidence
+) -> _Turn:
+    """A plain step that also extends the draft's context: all a round without drafts costs."""
+    with jax.named_scope("target.verify"):
+        out = decoder.target.forward(
+            params.target, view.anchor[:, None], state.target_kv, cache_len=view.anchor_pos
+        )
+        logits = decoder.target.logits(params.target, out.hidden[:, 0])
+    with jax.named_scope("accept"):
+        token = sample_undrafted(
+            logits, sampling=view.sampling, anchor_pos=view.anchor_pos,
+            round_index=view.round_index, method=decoder.rejection_sample_method,
+        )  # fmt: skip
+    k, v = decoder.draft.context_kv(params.draft, out.context_features, view.anchor_pos[:, None])
+    zeros = jnp.zeros_like(token)
+
+    def wide(rows: jax.Array) -> jax.Array:  # [L, R, 1, ..] -> [L, R, W, ..]
+        return jnp.pad(rows, [(0, decoder.num_drafts * (i == 2)) for i in range(rows.ndim)])
+
+    return _Turn(
+        draft_tokens=jnp.zeros((*token.shape, decoder.num_drafts), jnp.int32),
+        plan=_Plan(
+            verify_len=zeros, confidence=evidence.confidence, presampled=evidence.presampled,
+            probe=jnp.zeros((), bool),
+        ),
+        result=AcceptResult(accept_len=zeros, bonus_token=token),
+        new_k=wide(out.new_k), new_v=wide(out.new_v), context_k=wide(k), context_v=wide(v),
+        verified_rows=jnp.int32(view.anchor.shape[0]),
     )  # fmt: skip
 
 
@@ -192,44 +256,19 @@ def _older_evidence(
     decoder: Decoder,
     state: DecodeState,
     view: SlotView,
-    steps_per_s: jax.Array,
+    tables: ScheduleTables,
     buckets: tuple[int, ...],
 ) -> Evidence:
     """What is known before the block is drafted; lagged confidences stand in for the others."""
     rows = view.anchor.shape[0]
     room = state.target_kv.capacity - 1 - view.anchor_pos
-    lagged = state.history.confidence[:rows, 0]
+    lagged = state.history.lagged(rows, tables.neutral_confidence)
     return Evidence(
         confidence=lagged, presampled=lagged, lagged=lagged,
         limit=jnp.clip(jnp.minimum(view.remaining - 1, room), 0, decoder.num_drafts),
-        active=view.active, steps_per_s=staircase(steps_per_s, buckets),
+        active=view.active, steps_per_s=staircase(tables.steps_per_s, buckets),
         max_rows=jnp.int32(buckets[-1]),
     )  # fmt: skip
-
-
-def _propose(
-    decoder: Decoder,
-    params: PairParams,
-    state: DecodeState,
-    view: SlotView,
-    bypassed: jax.Array,
-) -> Block:
-    """The block; of zeros, and for nothing, in a round that bypasses the draft."""
-
-    def draft() -> Block:
-        return propose(
-            decoder.draft, params.draft, params.shared, state.context_kv,
-            anchor=view.anchor, anchor_pos=view.anchor_pos, round_index=view.round_index,
-            sampling=view.sampling, coupled=decoder.rejection_sample_method == "coupled",
-            presample=decoder.schedule.policy == "presampled",
-        )  # fmt: skip
-
-    if decoder.schedule.min_predicted_gain is None:
-        return draft()
-    shapes = jax.eval_shape(draft)
-    return jax.lax.cond(
-        bypassed, lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), draft
-    )
 
 
 def _with_confidences(
@@ -248,21 +287,8 @@ def _with_confidences(
     confidence = jax.nn.sigmoid(block.confidence_logits / tables.sts_temperatures)
     presampled = confidence
     if block.presampled_logits is not None:
-        presampled = jax.nn.sigmoid(
-            block.presampled_logits / tables.sts_temperatures_presampled
-        )
+        presampled = jax.nn.sigmoid(block.presampled_logits / tables.sts_temperatures_presampled)
     return evidence.replace(confidence=confidence, presampled=presampled)
-
-
-@flax.struct.dataclass
-class _Verified:
-    """The target's answer on the scheduled rows, back in [R, W] form (W = K + 1)."""
-
-    logits: jax.Array  # f32[R, W, V]
-    context_features: jax.Array  # [R, W, M*D]
-    new_k: jax.Array  # [L, R, W, G, H]
-    new_v: jax.Array
-    rows: jax.Array  # i32[], flat rows computed
 
 
 def pack_rows(verify_len: jax.Array, active: jax.Array, width: int, total: int) -> Packing:
@@ -299,94 +325,41 @@ def _verify(
     cache: KVCache,
     view: SlotView,
     block: Block,
-    verify_len: jax.Array,
+    plan: _Plan,
     buckets: tuple[int, ...],
-) -> _Verified:
-    """Runs the smallest compiled bucket that holds the schedule; branches only read the cache."""
+) -> _Turn:
+    """Runs the smallest compiled bucket that holds the schedule, and accepts among its rows.
+
+    Everything that grows with the rows is inside the bucket; branches only read the caches.
+    """
     width = decoder.num_drafts + 1
     tokens = jnp.concatenate([view.anchor[:, None], block.draft_tokens], axis=1)
 
-    def run(total: int) -> _Verified:
-        packing = pack_rows(verify_len, view.active, width, total)
+    def run(total: int) -> _Turn:
+        packing = pack_rows(plan.verify_len, view.active, width, total)
         out = decoder.target.forward_packed(
             params.target, packing.pack(tokens), cache, packing, cache_len=view.anchor_pos
         )
-        return _Verified(
-            logits=packing.unpack(decoder.target.logits(params.target, out.hidden[0])),
-            context_features=packing.unpack(out.context_features[0]),
-            new_k=out.new_k,
-            new_v=out.new_v,
-            rows=jnp.int32(total),
-        )
-
-    scheduled = jnp.where(view.active, verify_len + 1, 0).sum()
-    choice = jnp.searchsorted(jnp.array(buckets), scheduled)
-    return jax.lax.switch(choice, [lambda total=total: run(total) for total in buckets])
-
-
-def _accept(
-    view: SlotView,
-    block: Block,
-    target_logits: jax.Array,
-    verify_len: jax.Array,
-    shared: SharedHead,
-    method: str,
-) -> AcceptResult:
-    """Applies the verification rule; a batch without sampling only compares argmaxes."""
-    requests, width, vocab = target_logits.shape
-    sampling = view.sampling
-
-    def greedy() -> AcceptResult:
-        best = jnp.argmax(target_logits, axis=-1).astype(jnp.int32)
-        return accept_coupled(block.draft_tokens, best, verify_len)
-
-    def sampled_coupled() -> AcceptResult:
-        target_log_probs = warp(target_logits, sampling)
-
-        def row(w: jax.Array) -> jax.Array:
-            keys = position_keys(sampling.seed, view.anchor_pos + 1 + w)
-            return jnp.argmax(target_log_probs[:, w] + gumbel(keys, vocab), axis=-1)
-
-        tokens = jax.lax.map(row, jnp.arange(width)).T.astype(jnp.int32)
-        return accept_coupled(block.draft_tokens, tokens, verify_len)
-
-    def sampled_independently() -> AcceptResult:
-        target_log_probs = warp(target_logits, sampling)
-        draft_log_probs = expand_vocabulary(block.draft_log_probs, shared)
-
-        def uniforms(k: jax.Array) -> jax.Array:
-            keys = round_keys(
-                sampling.seed, view.round_index, view.anchor_pos + 1 + k, Purpose.ACCEPT
-            )
-            return jax.vmap(jax.random.uniform)(keys)
-
-        u = jnp.stack([uniforms(k) for k in range(width - 1)], axis=1)
-        keys = round_keys(
-            sampling.seed, view.round_index, view.anchor_pos, Purpose.RESIDUAL
-        )
-        rule = {"standard": accept_standard, "block": accept_block}[method]
-        return rule(
-            block.draft_tokens, draft_log_probs, target_log_probs, verify_len, u,
-            gumbel(keys, vocab),
+        logits = decoder.target.logits(params.target, out.hidden[0])
+        with jax.named_scope("accept"):
+            result = accept(
+                block, logits, packing, plan.verify_len, sampling=view.sampling,
+                anchor_pos=view.anchor_pos, round_index=view.round_index, shared=params.shared,
+                method=decoder.rejection_sample_method,
+            )  # fmt: skip
+        positions = view.anchor_pos[packing.request] + packing.offset
+        context = decoder.draft.context_kv(params.draft, out.context_features, positions[None])
+        k, v = (jax.vmap(packing.unpack)(rows[:, 0]) for rows in context)
+        return _Turn(
+            draft_tokens=block.draft_tokens, plan=plan, result=result,
+            new_k=out.new_k, new_v=out.new_v, context_k=k, context_v=v,
+            verified_rows=jnp.int32(total),
         )  # fmt: skip
 
-    sampled = sampled_coupled if method == "coupled" else sampled_independently
-    return jax.lax.cond(any_sampled(sampling), sampled, greedy)
-
-
-def expand_vocabulary(log_probs: jax.Array, shared: SharedHead) -> jax.Array:
-    """Draft log-probabilities over the target's vocabulary, -inf for tokens it cannot propose.
-
-    Args:
-      log_probs: f32[.., Vd].
-      shared: with `draft_ids` when the draft's vocabulary is reduced.
-
-    Returns:
-      f32[.., V].
-    """
-    if shared.draft_ids is None:
-        return log_probs
-    return log_probs.at[..., shared.draft_ids].get(mode="fill", fill_value=-jnp.inf)
+    scheduled = jnp.where(view.active, plan.verify_len + 1, 0).sum()
+    choice = jnp.searchsorted(jnp.array(buckets), scheduled)
+    with jax.named_scope("target.verify"):
+        return jax.lax.switch(choice, [lambda total=total: run(total) for total in buckets])
 
 
 def _after_reading(count: jax.Array, out: TargetOutput) -> jax.Array:

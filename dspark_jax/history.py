@@ -13,17 +13,33 @@ from dspark_jax.schedule import Evidence, ScheduleConfig, predicted_gain
 ONLINE_RATE = 0.1  # weight of the newest outcome in the estimate of acceptance
 EXPLORING_RATE = 0.01  # how fast the estimate for drafts that are never sent returns to 1
 HYSTERESIS = 0.02  # predicted gain above the least at which drafting starts again
-RECHECK_EVERY = 16  # rounds without drafts after which one drafts, to see how likely they are
+RECHECK_AFTER = 16  # rounds without drafts after which one drafts, to see how likely they are
+RECHECK_AT_MOST = 256  # as many after rechecks in a row that changed nothing: each doubles the wait
+_UNKNOWN = -1.0  # a confidence of rounds that a request has not had
 
 
 @flax.struct.dataclass
 class History:
-    """Of S slots. A request's first rounds look back on ones: it is taken to be predictable."""
+    """Of S slots. A request's first rounds look back on what is believed of any request."""
 
-    confidence: jax.Array  # f32[S, lag, K], of the last rounds with drafts, oldest first
+    confidence: jax.Array  # f32[S, lag, K], of the last rounds with drafts, oldest first; or -1
     acceptance: jax.Array  # f32[S, K], how often draft k was accepted when those before it were
     rounds: jax.Array  # i32[], rounds run
     idle_rounds: jax.Array  # i32[], rounds since drafts stopped paying or were rechecked, or 0
+    recheck_after: jax.Array  # i32[], idle rounds before the next recheck
+
+    def lagged(self, rows: int, neutral: jax.Array) -> jax.Array:
+        """Confidences of `lag` rounds ago.
+
+        Args:
+          rows: R; of slots 0..R-1.
+          neutral: f32[K], for requests that did not draft then.
+
+        Returns:
+          f32[R, K].
+        """
+        oldest = self.confidence[:rows, 0]
+        return jnp.where(oldest < 0, neutral, oldest)
 
 
 def init_history(config: ScheduleConfig, slots: int, num_drafts: int) -> History:
@@ -35,20 +51,21 @@ def init_history(config: ScheduleConfig, slots: int, num_drafts: int) -> History
       num_drafts: K.
 
     Returns:
-      A history of ones.
+      A history that knows nothing.
     """
     return History(
-        confidence=jnp.ones((slots, config.lag, num_drafts)),
+        confidence=jnp.full((slots, config.lag, num_drafts), _UNKNOWN),
         acceptance=jnp.ones((slots, num_drafts)),
         rounds=jnp.zeros((), jnp.int32),
         idle_rounds=jnp.zeros((), jnp.int32),
+        recheck_after=jnp.int32(RECHECK_AFTER),
     )
 
 
 def forget(history: History, slot: jax.Array) -> History:
     """Makes slot i32[] one of a request without earlier rounds."""
     return history.replace(
-        confidence=history.confidence.at[slot].set(1.0),
+        confidence=history.confidence.at[slot].set(_UNKNOWN),
         acceptance=history.acceptance.at[slot].set(1.0),
     )
 
@@ -76,7 +93,7 @@ def bypasses(history: History, evidence: Evidence, config: ScheduleConfig) -> ja
     idle = history.idle_rounds > 0
     wanted = config.min_predicted_gain + jnp.where(idle, HYSTERESIS, 0.0)
     poor = predicted_gain(evidence, config) < wanted
-    return poor & (history.idle_rounds < RECHECK_EVERY) & ~is_probe(history, config)
+    return poor & (history.idle_rounds < history.recheck_after) & ~is_probe(history, config)
 
 
 def remember(
@@ -112,7 +129,9 @@ def remember(
     reached = sent & (position <= accept_len[:, None])  # all drafts before it were accepted
     rate = jnp.where(reached, ONLINE_RATE, jnp.where(sent, 0.0, EXPLORING_RATE))
     moved = estimate + rate * (jnp.where(reached, accepted, 1.0) - estimate)
-    rechecked = history.idle_rounds == RECHECK_EVERY  # one round with drafts changes nothing yet
+    rechecked = history.idle_rounds == history.recheck_after  # one round with drafts
+    resumed = ~bypassed & ~rechecked
+    doubled = jnp.minimum(2 * history.recheck_after, RECHECK_AT_MOST)
     return history.replace(
         confidence=history.confidence.at[:rows].set(
             jnp.where(drafted[:, None, None], shifted, older)
@@ -122,4 +141,7 @@ def remember(
         ),
         rounds=history.rounds + 1,
         idle_rounds=jnp.where(bypassed, history.idle_rounds + 1, rechecked),
+        recheck_after=jnp.where(
+            resumed, RECHECK_AFTER, jnp.where(rechecked, doubled, history.recheck_after)
+        ),
     )

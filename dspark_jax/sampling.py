@@ -116,6 +116,27 @@ def draw(log_probs: jax.Array, noise: jax.Array) -> jax.Array:
     return jnp.argmax(log_probs + noise, axis=-1).astype(jnp.int32)
 
 
+def sample(logits: jax.Array, params: SamplingParams, keys: jax.Array) -> jax.Array:
+    """A token per request; a batch without sampling only takes argmaxes.
+
+    Args:
+      logits: f32[R, V].
+      params: per-request settings.
+      keys: key[R], of the noise.
+
+    Returns:
+      i32[R].
+    """
+
+    def sampled(logits: jax.Array) -> jax.Array:
+        return draw(warp(logits, params), gumbel(keys, logits.shape[-1]))
+
+    def greedy(logits: jax.Array) -> jax.Array:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    return jax.lax.cond(any_sampled(params), sampled, greedy, logits)
+
+
 def sample_plain(logits: jax.Array, params: SamplingParams, position: jax.Array) -> jax.Array:
     """The token plain decoding emits.
 
@@ -127,15 +148,7 @@ def sample_plain(logits: jax.Array, params: SamplingParams, position: jax.Array)
     Returns:
       i32[R].
     """
-
-    def sampled(logits: jax.Array) -> jax.Array:
-        noise = gumbel(position_keys(params.seed, position), logits.shape[-1])
-        return draw(warp(logits, params), noise)
-
-    def greedy(logits: jax.Array) -> jax.Array:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-    return jax.lax.cond(any_sampled(params), sampled, greedy, logits)
+    return sample(logits, params, position_keys(params.seed, position))
 
 
 def _top_k_top_p(x: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:

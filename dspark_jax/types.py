@@ -89,6 +89,7 @@ class ScheduleTables:
     steps_per_s: jax.Array  # f32[R*(K+1)+1], SPS by verified rows; entry 0: nothing is drafted
     sts_temperatures: jax.Array  # f32[K], confidence logits are divided by them
     sts_temperatures_presampled: jax.Array  # f32[K], the same for presampled confidence logits
+    neutral_confidence: jax.Array  # f32[K], believed of a request that has not drafted yet
 
 
 @flax.struct.dataclass

@@ -13,9 +13,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-import numpy as np
-
-from dspark_jax.calibrate import load_calibration
+from dspark_jax.calibrate import Calibration, load_calibration
 from dspark_jax.checkpoint.demo import DEMO_TARGET
 from dspark_jax.cli import add_sampling_options, run_main, say
 from dspark_jax.engine.load import DTYPES, load_pair
@@ -90,12 +88,9 @@ def main() -> None:
     sps = load_sps_table(args.sps_table)
     sps.check(sps_key(pair), say)
     drafts = pair.draft.config.num_drafts if pair.draft else 0
-    sts = presampled = np.ones(drafts, np.float32)
+    calibration = Calibration(temperatures=(1.0,) * drafts)
     if args.confidence_sts is not None:
         calibration = load_calibration(args.confidence_sts, drafts)
-        sts = presampled = np.array(calibration.temperatures, np.float32)
-        if calibration.presampled_temperatures:
-            presampled = np.array(calibration.presampled_temperatures, np.float32)
     field = contenders(
         drafts, threshold=args.confidence_threshold, min_predicted_gain=args.min_predicted_gain
     )
@@ -103,7 +98,7 @@ def main() -> None:
     for rows in args.batch:
         outcomes = race(
             pair, field, requests[:rows], tokens=args.max_new_tokens, sps=sps,
-            sts_temperatures=sts, sts_temperatures_presampled=presampled, progress=say,
+            calibration=calibration, progress=say,
         )  # fmt: skip
         results[rows] = [dataclasses.asdict(o) for o in outcomes]
         print(table(rows, outcomes), flush=True)

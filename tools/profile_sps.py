@@ -36,6 +36,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--context", type=int, nargs="+", default=[256], metavar="C", help="tokens of context"
     )
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, metavar="T",
+        help="of the requests; 0 leaves out what sampling costs",
+    )  # fmt: skip
     parser.add_argument("--modelled", choices=sorted(CHIPS), help="do not time; use its peaks")
     parser.add_argument("--out", default="sps.json", metavar="FILE")
     return parser
@@ -73,7 +77,7 @@ def main() -> None:
             capacity=max(args.context) + pair.draft.config.num_drafts + 2, dtype=pair.dtype,
             progress=say, mesh=pair.mesh,
         )  # fmt: skip
-        table = measure_table(engine, sps_key(pair), args.context, say)
+        table = measure_table(engine, sps_key(pair), args.context, say, args.temperature)
         if table.is_flat:
             say("warning: no number of rows costs more; this table will be refused. Profile again.")
     table.save(args.out)

@@ -87,7 +87,7 @@ def round_seconds(pair: Pair, requests: int) -> tuple[float, list[str]]:
     ones = np.ones(drafts, np.float32)
     tables = ScheduleTables(
         steps_per_s=np.ones(requests * (drafts + 1) + 1, np.float32), sts_temperatures=ones,
-        sts_temperatures_presampled=ones,
+        sts_temperatures_presampled=ones, neutral_confidence=ones,
     )  # fmt: skip
     checks, holder = [], [state]
 

@@ -88,6 +88,7 @@ class Engine:
         }
         self.sts_temperatures = np.ones(decoder.num_drafts, np.float32)
         self.sts_temperatures_presampled = np.ones(decoder.num_drafts, np.float32)
+        self.neutral_confidence = np.ones(decoder.num_drafts, np.float32)
         self.on_round: Callable[[Sequence, RoundOutput, int], None] | None = None
         self._planner = None
         if self.programs.planned:
@@ -203,11 +204,12 @@ class Engine:
         return sequences
 
     def tables(self, steps_per_s: np.ndarray) -> ScheduleTables:
-        """What a round schedules by: speeds f32[R*(K+1)+1], and the engine's temperatures."""
+        """What a round schedules by: speeds f32[R*(K+1)+1], and the engine's calibration."""
         return ScheduleTables(
             steps_per_s=steps_per_s,
             sts_temperatures=self.sts_temperatures,
             sts_temperatures_presampled=self.sts_temperatures_presampled,
+            neutral_confidence=self.neutral_confidence,
         )
 
     def _place(self, slot: int) -> tuple[int, int]:
@@ -233,7 +235,7 @@ class Engine:
         groups: dict[int, list[int]] = {}
         for slot in self._running:
             groups.setdefault(self._place(slot)[0], []).append(slot)
-        return max(self._planner.plan(g, steps_per_s, buckets) for g in groups.values())
+        return max(self._planner.plan(g, steps_per_s, buckets, self.neutral_confidence) for g in groups.values())
 
     def _prefill_some(self) -> None:
         if self._prefilling is None:

@@ -24,11 +24,11 @@ class RowPlanner:
 
     def __init__(self, schedule: ScheduleConfig, slots: int, num_drafts: int):
         self._schedule, self._num_drafts = schedule, num_drafts
-        self._seen = [np.ones(num_drafts) for _ in range(slots)]
+        self._seen: list[np.ndarray | None] = [None] * slots
 
     def admit(self, slot: int) -> None:
-        """A new request holds the slot: it is taken to be predictable."""
-        self._seen[slot] = np.ones(self._num_drafts)
+        """A new request holds the slot: nothing is known of it."""
+        self._seen[slot] = None
 
     def observe(self, slot: int, output: RoundOutput, row: int) -> None:
         """Takes what a round said about a slot.
@@ -40,13 +40,20 @@ class RowPlanner:
         """
         self._seen[slot] = np.array(output.confidence[row], np.float64)
 
-    def plan(self, slots: Iterable[int], steps_per_s: np.ndarray, buckets: Sequence[int]) -> int:
+    def plan(
+        self,
+        slots: Iterable[int],
+        steps_per_s: np.ndarray,
+        buckets: Sequence[int],
+        neutral: np.ndarray,
+    ) -> int:
         """The rows of the next round.
 
         Args:
           slots: of the active requests.
           steps_per_s: f[R*(K+1)+1], by verified rows.
           buckets: increasing numbers of rows there are programs for.
+          neutral: f[K], confidences of requests that have not drafted.
 
         Returns:
           One of `buckets`: where expected tokens per second are highest.
@@ -54,7 +61,8 @@ class RowPlanner:
         least = self._schedule.min_verify_len
         most = self._schedule.max_verify_len
         most = self._num_drafts if most is None else min(most, self._num_drafts)
-        survival = [np.cumprod(self._seen[slot])[:most] for slot in slots]
+        seen = (self._seen[slot] for slot in slots)
+        survival = [np.cumprod(neutral if c is None else c)[:most] for c in seen]
         forced = sum(min(least, most) for _ in survival)
         ranked = np.sort(np.concatenate([s[least:] for s in survival]))[::-1]
         first = sum(float(s[:least].sum()) for s in survival)

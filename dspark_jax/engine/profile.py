@@ -73,6 +73,7 @@ def measure_table(
     key: SpsKey,
     context_lens: Iterable[int],
     progress: Callable[[str], None] = lambda message: None,
+    temperature: float = 1.0,
 ) -> SpsTable:
     """Times every bucket of every round program on the device at hand.
 
@@ -84,6 +85,7 @@ def measure_table(
       key: what the table is made for.
       context_lens: context rows per request while timing, cut to the engine's capacity.
       progress: told each median, and of buckets that could not be filled.
+      temperature: of the requests; sampling costs more than taking the likeliest token.
 
     Returns:
       A monotone staircase over the engine's widths and buckets.
@@ -101,7 +103,7 @@ def measure_table(
             seconds = {}
             for bucket in engine.programs.buckets(rows):
                 state, seconds[bucket], filled = _time_bucket(
-                    engine, state, rows, bucket, context_len
+                    engine, state, rows, bucket, context_len, temperature
                 )
                 short = "" if filled == bucket else f" (only {filled} rows scheduled)"
                 progress(
@@ -110,7 +112,7 @@ def measure_table(
                 )
             undrafted = None
             if engine.decoder.schedule.min_predicted_gain is not None:
-                state, undrafted, _ = _time_bucket(engine, state, rows, 0, context_len)
+                state, undrafted, _ = _time_bucket(engine, state, rows, 0, context_len, temperature)
                 progress(
                     f"context {context_len}, {rows} requests, undrafted: {1e3 * undrafted:.2f} ms"
                 )
@@ -165,6 +167,8 @@ def use_table(engine: Engine, table: SpsTable) -> None:
 def use_calibration(engine: Engine, path: str, progress: Callable[[str], None]) -> None:
     """Lets the engine divide its confidence logits by the temperatures of a file.
 
+    New requests are then believed to be like those the file was made from.
+
     Args:
       engine: with a draft.
       path: JSON of tools/calibrate.py, SGLang or TensorRT-LLM.
@@ -175,12 +179,10 @@ def use_calibration(engine: Engine, path: str, progress: Callable[[str], None]) 
       ValueError: damaged, or for another number of drafts.
     """
     calibration = load_calibration(path, engine.decoder.num_drafts)
-    engine.sts_temperatures = np.array(calibration.temperatures, np.float32)
-    if calibration.presampled_temperatures:
-        engine.sts_temperatures_presampled = np.array(
-            calibration.presampled_temperatures, np.float32
-        )
-    elif engine.decoder.schedule.policy == "presampled":
+    for name, values in calibration.tables().items():
+        setattr(engine, name, values)
+    unknown = not calibration.presampled_temperatures
+    if unknown and engine.decoder.schedule.policy == "presampled":
         progress(
             f"warning: {path} has no presampled_temperatures; the policy 'presampled' believes "
             "its early estimates as they are. Calibrate with --policy presampled."
@@ -271,7 +273,12 @@ def modelled_table(
 
 
 def _time_bucket(
-    engine: Engine, state: DecodeState, rows: int, bucket: int, position: int
+    engine: Engine,
+    state: DecodeState,
+    rows: int,
+    bucket: int,
+    position: int,
+    temperature: float,
 ) -> tuple[DecodeState, float, int]:
     """Times a round of R requests and `bucket` rows, or one that drafts nothing where that is 0.
 
@@ -287,6 +294,8 @@ def _time_bucket(
     flat = np.ones_like(engine.steps_per_s[rows])  # every draft that fits is worth verifying
     flat[0] = np.float32(1e9) if undrafted else 0.0  # and drafting never, or always, pays
     tables = engine.tables(flat)
+    warmth = programs.put_slots(np.full(engine.slots, temperature, np.float32))
+    state = state.replace(sampling=state.sampling.replace(temperature=warmth))
     times = []
     for _ in range(REPEATS + 1):
         begin = time.perf_counter()

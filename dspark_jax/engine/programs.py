@@ -62,11 +62,12 @@ def schedule_buckets(rows: int, num_drafts: int, schedule: ScheduleConfig) -> tu
 
 def schedule_table_shapes(rows: int, num_drafts: int) -> ScheduleTables:
     """Shapes of the tables a round of R requests and K drafts takes."""
-    temperatures = jax.ShapeDtypeStruct((num_drafts,), np.float32)
+    by_position = jax.ShapeDtypeStruct((num_drafts,), np.float32)
     return ScheduleTables(
         steps_per_s=jax.ShapeDtypeStruct((rows * (num_drafts + 1) + 1,), np.float32),
-        sts_temperatures=temperatures,
-        sts_temperatures_presampled=temperatures,
+        sts_temperatures=by_position,
+        sts_temperatures_presampled=by_position,
+        neutral_confidence=by_position,
     )
 
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dspark_jax.calibrate import Calibration
 from dspark_jax.decode import decode_round, plain_step, prefill
 from dspark_jax.engine.load import Pair
 from dspark_jax.engine.programs import (
@@ -180,8 +181,7 @@ def race(
     *,
     tokens: int,
     sps: SpsTable,
-    sts_temperatures: np.ndarray,
-    sts_temperatures_presampled: np.ndarray,
+    calibration: Calibration,
     progress: Callable[[str], None] = lambda message: None,
 ) -> list[Outcome]:
     """Runs all contenders at a load of one slot per request.
@@ -192,8 +192,7 @@ def race(
       requests: R of them, decoded together.
       tokens: per request, to come out of every contender.
       sps: speeds measured on this device.
-      sts_temperatures: f32[K].
-      sts_temperatures_presampled: f32[K].
+      calibration: of the confidences.
       progress: told of every compilation.
 
     Returns:
@@ -209,8 +208,7 @@ def race(
     capacity = longest + 2 * tokens + 2 * (drafts + 1)
     tables = ScheduleTables(
         steps_per_s=sps.steps_per_s(rows, drafts, longest + tokens // 2),
-        sts_temperatures=sts_temperatures,
-        sts_temperatures_presampled=sts_temperatures_presampled,
+        **calibration.tables(),
     )
     state = _prefilled(pair, requests, capacity)
     lanes = []

@@ -47,7 +47,7 @@ def test_the_plan_is_the_best_of_all_lengths(least):
         planner = RowPlanner(schedule, requests, DRAFTS)
         for slot in range(requests):
             planner.observe(slot, said(confidence), slot)
-        plan = planner.plan(range(requests), steps, buckets)
+        plan = planner.plan(range(requests), steps, buckets, np.ones(DRAFTS))
         assert plan == by_trying(confidence, steps, buckets, least)
         chosen.add(plan / requests)
     assert len(chosen) >= 4
@@ -57,14 +57,16 @@ def test_plans_go_by_the_newest_confidences_and_forget_the_last_request():
     schedule = ScheduleConfig(policy="lagged", planner="host")
     planner = RowPlanner(schedule, 1, DRAFTS)
     steps, buckets = 1 / (1 + 0.3 * np.arange(DRAFTS + 2)), [1, 2, 3, 4]
-    assert planner.plan([0], steps, buckets) == 4  # nothing known: predictable
+    neutral = np.ones(DRAFTS)
+    assert planner.plan([0], steps, buckets, neutral) == 4  # nothing known: predictable
+    assert planner.plan([0], steps, buckets, neutral / 100) == 1  # or not
     planner.observe(0, said(np.full((1, DRAFTS), 0.01)), 0)
-    assert planner.plan([0], steps, buckets) == 1
+    assert planner.plan([0], steps, buckets, neutral) == 1
     planner.observe(0, said(np.full((1, DRAFTS), 1.0)), 0)
-    assert planner.plan([0], steps, buckets) == 4
+    assert planner.plan([0], steps, buckets, neutral) == 4
     planner.observe(0, said(np.full((1, DRAFTS), 0.01)), 0)
     planner.admit(0)
-    assert planner.plan([0], steps, buckets) == 4
+    assert planner.plan([0], steps, buckets, neutral) == 4
 
 
 @pytest.mark.parametrize(

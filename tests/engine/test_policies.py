@@ -2,9 +2,9 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 
+from dspark_jax.calibrate import Calibration
 from dspark_jax.engine.load import Pair, load_pair
 from dspark_jax.engine.requests import Request
 from dspark_jax.eval.policies import Outcome, contenders, race
@@ -35,8 +35,7 @@ def run(pair: Pair, names: tuple[str, ...], *, undrafted_seconds: float) -> dict
     outcomes = race(
         pair, [c for c in field if c.name in names], requests, tokens=TOKENS,
         sps=SpsTable(key=SpsKey(), source="measured", curves=(curve,)),
-        sts_temperatures=np.ones(DRAFTS, np.float32),
-        sts_temperatures_presampled=np.ones(DRAFTS, np.float32),
+        calibration=Calibration(temperatures=(1.0,) * DRAFTS),
     )  # fmt: skip
     assert tuple(o.name for o in outcomes) == names
     assert all(o.tokens >= TOKENS * ROWS and o.seconds > 0 for o in outcomes)
@@ -63,6 +62,5 @@ def test_a_pair_without_a_draft_is_refused(pair):
     plain = dataclasses.replace(pair, draft=None)
     with pytest.raises(ValueError, match="--draft"):
         race(
-            plain, [], [], tokens=1, sps=None, sts_temperatures=None,
-            sts_temperatures_presampled=None,
+            plain, [], [], tokens=1, sps=None, calibration=None,
         )  # fmt: skip

@@ -1,15 +1,19 @@
-"""The drafts' TPU branches, run here: the same attention as through plain JAX."""
+"""The TPU branches of drafts and of acceptance, run here: the same as through plain JAX."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax.draft import deepseek, dense, propose
+from dspark_jax import acceptance, attention
+from dspark_jax.decode import pack_rows
+from dspark_jax.draft import deepseek, propose
 from dspark_jax.kv_cache import KVCache, WindowCache
-from dspark_jax.types import SamplingParams, SharedHead
+from dspark_jax.sampling import warp
+from dspark_jax.types import AcceptResult, Block, SamplingParams, SharedHead
 
 LENS = np.array([0, 3, 9], np.int32)
 LAYER = 1
@@ -17,17 +21,17 @@ LAYER = 1
 
 @pytest.fixture
 def take_kernels(monkeypatch):
-    """Makes a draft take its TPU branch, with the kernel on a simulated TPU."""
+    """Makes a module take its TPU branch, with the kernel on a simulated TPU."""
 
     def kernel_only(kernel, reference, *operands):
         return kernel(*operands)
 
     def on(module, name: str) -> None:
-        attention = getattr(module, name)
+        operation = getattr(module, name)
 
-        def simulated(*args, impl: str, **kwargs) -> jax.Array:
+        def simulated(*args, impl: str, **kwargs) -> Any:
             assert impl == "pallas"
-            return attention(*args, impl="interpret", **kwargs)
+            return operation(*args, impl="interpret", **kwargs)
 
         monkeypatch.setattr(module, "on_tpu", kernel_only)
         monkeypatch.setattr(module, name, simulated)
@@ -39,18 +43,20 @@ def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.normal(size=shape).astype(np.float32)
 
 
-def test_dense_draft(take_kernels, rng):
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention(causal, take_kernels, rng):
+    """A dense draft's block, and a target's rows."""
     requests = len(LENS)
     q, k, v = (_normal(rng, requests, 3, heads, 8) for heads in (4, 2, 2))
-    cache = KVCache(*_normal(rng, 2, 2, requests, 2, 12, 8))
-    static = dict(layer=LAYER, scale=0.4, window=4)
+    cache = KVCache(*_normal(rng, 2, 2, requests + 1, 2, 12, 8))
+    static = dict(causal=causal, scale=0.4, window=4)
 
     def run() -> np.ndarray:
-        attend = functools.partial(dense._attend_block, **static)
+        attend = functools.partial(attention.attend, layer=LAYER, first_slot=1, **static)
         return np.asarray(jax.jit(attend)(q, k, v, cache, cache_len=LENS))
 
     expected = run()
-    take_kernels(dense, "block_attention")
+    take_kernels(attention, "block_attention")
     np.testing.assert_allclose(run(), expected, atol=2e-6)
 
 
@@ -77,7 +83,7 @@ def test_markov_step(coupled, reduced, take_kernels, rng):
     shared = SharedHead(embedding=np.zeros((vocab, 1)), head=np.zeros((own, 1)), target_ids=ids)
     params = {"w1": _normal(rng, vocab, rank), "w2": _normal(rng, own, rank)}
     latent, logits = _normal(rng, requests, rank), _normal(rng, requests, own)
-    counts = np.arange(requests, dtype=np.int32)
+    counts = jnp.arange(requests, dtype=jnp.int32)
 
     def run(top_k: int) -> tuple[np.ndarray, ...]:
         sampling = SamplingParams(
@@ -99,3 +105,67 @@ def test_markov_step(coupled, reduced, take_kernels, rng):
         np.testing.assert_allclose(got[1], log_probs, atol=2e-6)
         np.testing.assert_allclose(got[2], biased, atol=2e-6)
         assert (np.isneginf(log_probs[1]).sum() > 0) == (top_k > 0)
+
+
+def _sampling(temperature: list[float], top_k: int) -> SamplingParams:
+    requests = len(temperature)
+    return SamplingParams(
+        temperature=np.array(temperature, np.float32),
+        seed=np.arange(requests, dtype=np.uint32),
+        top_k=np.full(requests, top_k, np.int32), top_p=np.ones(requests, np.float32),
+        min_p=np.zeros(requests, np.float32),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("method", "reduced"), [("standard", False), ("standard", True), ("coupled", False)]
+)
+def test_acceptance(method, reduced, take_kernels, rng):
+    """Greedy and sampled requests in a batch, greedy ones alone, and one that drops tokens."""
+    requests, drafts, vocab = 6, 2, 20
+    own = 15 if reduced else vocab
+    ids = rng.permutation(vocab)[:own].astype(np.int32)
+    shared = SharedHead(embedding=np.zeros((vocab, 1)), head=np.zeros((own, 1)))
+    if reduced:
+        back = np.full(vocab, own, np.int32)
+        back[ids] = np.arange(own)
+        shared = shared.replace(target_ids=ids, draft_ids=back)
+    target = _normal(rng, requests, drafts + 1, vocab) * 2
+    draft_logits = target[:, :-1, ids] if reduced else target[:, :-1]
+    draft_logits = draft_logits + _normal(rng, *draft_logits.shape)
+    verify_len = np.array([2, 2, 2, 2, 1, 0], np.int32)
+    counts = jnp.arange(requests, dtype=jnp.int32)
+    drawn = rng.gumbel(size=draft_logits.shape).astype(np.float32)
+
+    def blocks(sampling: SamplingParams) -> Block:
+        log_probs = np.asarray(warp(draft_logits, sampling))
+        rows = np.argmax(log_probs + drawn, axis=-1).astype(np.int32)
+        return Block(
+            draft_tokens=ids[rows] if reduced else rows, draft_log_probs=log_probs,
+            draft_logits=draft_logits, base_logits=draft_logits,
+            block_hidden=np.zeros((requests, drafts, 1), np.float32), confidence_logits=None,
+        )  # fmt: skip
+
+    active = np.ones(requests, bool)
+    packing = pack_rows(verify_len, active, drafts + 1, requests * (drafts + 1))
+    rows = packing.pack(target)
+
+    def results(batches: list[SamplingParams]) -> list[AcceptResult]:
+        accept = functools.partial(
+            acceptance.accept, anchor_pos=counts + 7, round_index=counts, shared=shared,
+            method=method,
+        )  # fmt: skip
+        accept = jax.jit(accept)
+        return [
+            jax.device_get(accept(blocks(sampling), rows, packing, verify_len, sampling=sampling))
+            for sampling in batches
+        ]
+
+    mixed = [0.0, 1.0, 0.5, 0.7, 2.0, 0.8]
+    batches = [_sampling(mixed, 0), _sampling([0.0] * requests, 0), _sampling(mixed, 3)]
+    expected = results(batches)
+    take_kernels(acceptance, "speculative_accept")
+    for got, wanted in zip(results(batches), expected, strict=True):
+        np.testing.assert_array_equal(got.accept_len, wanted.accept_len)
+        np.testing.assert_array_equal(got.bonus_token, wanted.bonus_token)
+        assert 0 < wanted.accept_len.sum() < verify_len.sum()

@@ -1,6 +1,5 @@
 """Calibration measures against plain loops, and temperatures recovered from made-up rounds."""
 
-import dataclasses
 import json
 
 import numpy as np
@@ -13,16 +12,12 @@ from dspark_jax.calibrate import (
     brier_score,
     ece_floor,
     expected_calibration_error,
-    fit_bias,
     fit_temperatures,
     judge,
     load_calibration,
     load_traces,
     logits_of,
 )
-from dspark_jax.checkpoint.safetensors import TensorReader
-from tests.models import write_draft, write_target
-from tools import shift_confidence
 from tools.calibrate import main
 
 TRUE = np.array([2.0, 1.0, 0.5, 3.0])
@@ -46,34 +41,6 @@ def made_up(rounds: int, temperatures: np.ndarray, seed: int = 0) -> Traces:
 
 def columns(traces: Traces) -> tuple:
     return traces.confidence_logits, traces.accept_len, traces.verify_len
-
-
-def test_a_bias_is_recovered_and_needs_both_outcomes():
-    logits, accept_len, verify_len = columns(made_up(30_000, np.ones(4)))
-    assert fit_bias(logits + 0.8, accept_len, verify_len) == pytest.approx(-0.8, abs=0.03)
-    assert fit_bias(logits - 2.5, accept_len, verify_len) == pytest.approx(2.5, abs=0.03)
-    with pytest.raises(ValueError, match="some of either"):
-        fit_bias(logits, np.zeros_like(accept_len), verify_len)
-
-
-def test_the_bias_of_a_stored_draft_is_moved(tmp_path, monkeypatch):
-    target = write_target(tmp_path / "tiny", layers=2)
-    draft = write_draft(tmp_path / "draft", target, block_size=4)
-    traces = made_up(5000, np.ones(4))
-    shifted = dataclasses.replace(traces, confidence_logits=traces.confidence_logits + 1.5)
-    shifted.save(tmp_path / "rounds.npz")
-    new = tmp_path / "new"
-    arguments = ["--traces", str(tmp_path / "rounds.npz"), "--draft", str(draft), "--out", str(new)]
-    monkeypatch.setattr("sys.argv", ["shift_confidence.py", *arguments])
-    shift_confidence.main()
-    before, after = TensorReader(draft), TensorReader(new)
-    assert before.names() == after.names()
-    for name in before.names() - {shift_confidence.BIAS}:
-        np.testing.assert_array_equal(before.read(name), after.read(name))
-    moved = after.read(shift_confidence.BIAS) - before.read(shift_confidence.BIAS)
-    assert moved.item() == pytest.approx(-1.5, abs=0.1)
-    with pytest.raises(ValueError, match="exists"):
-        shift_confidence.main()
 
 
 def test_temperatures_are_recovered_and_help_on_held_out_prompts():

@@ -8,7 +8,8 @@ from dspark_jax.history import (
     EXPLORING_RATE,
     HYSTERESIS,
     ONLINE_RATE,
-    RECHECK_EVERY,
+    RECHECK_AFTER,
+    RECHECK_AT_MOST,
     History,
     bypasses,
     forget,
@@ -33,14 +34,18 @@ def step(history: History, confidence: float = 0.5, **changes) -> History:
     )  # fmt: skip
 
 
-def test_confidences_come_back_after_lag_rounds_and_ones_before():
+NEUTRAL = jnp.array([0.9, 0.8, 0.7, 0.6])
+
+
+def test_confidences_come_back_after_lag_rounds_and_neutral_ones_before():
     history = init_history(ScheduleConfig(lag=3), SLOTS, K)
     seen = []
     for n in range(5):
-        seen.append(float(history.confidence[0, 0, 0]))
+        seen.append(history.lagged(2, NEUTRAL)[0])
         history = step(history, confidence=(n + 1) / 10)
-    np.testing.assert_allclose(seen, [1, 1, 1, 0.1, 0.2], rtol=1e-6)
-    np.testing.assert_array_equal(history.confidence[2], 1.0)  # past the rows of the round
+    np.testing.assert_array_equal(seen[:3], [NEUTRAL] * 3)
+    np.testing.assert_allclose(seen[3:], [[0.1] * K, [0.2] * K], rtol=1e-6)
+    np.testing.assert_array_equal(history.lagged(3, NEUTRAL)[2], NEUTRAL)  # not in the rounds
     assert int(history.rounds) == 5
 
 
@@ -55,7 +60,7 @@ def test_idle_slots_and_bypassed_rounds_leave_no_trace_and_a_newcomer_starts_afr
     np.testing.assert_array_equal(bypassed.acceptance, history.acceptance)
     assert int(bypassed.idle_rounds) == 1 and int(after.idle_rounds) == 0
     fresh = forget(history, jnp.int32(0))
-    np.testing.assert_array_equal(fresh.confidence[0], 1.0)
+    np.testing.assert_array_equal(fresh.lagged(2, NEUTRAL)[0], NEUTRAL)
     np.testing.assert_array_equal(fresh.acceptance[0], 1.0)
     np.testing.assert_array_equal(fresh.confidence[1], history.confidence[1])
 
@@ -109,12 +114,25 @@ def test_bypass_goes_by_older_rounds_with_hysteresis_and_rechecks():
         case = evidence(0.5, 1.5 / (1 + gain))
         assert bool(bypasses(drafting, case, config)) is while_drafting
         assert bool(bypasses(idle, case, config)) is while_idle
-    long_idle = drafting.replace(idle_rounds=jnp.int32(RECHECK_EVERY))
+    long_idle = drafting.replace(idle_rounds=jnp.int32(RECHECK_AFTER))
     assert not bypasses(long_idle, evidence(0.0, 2.0), config)
     rechecked = step(long_idle)
     assert int(rechecked.idle_rounds) == 1 and int(step(rechecked).idle_rounds) == 0
     assert bypasses(rechecked, evidence(0.5, 1.5 / (1.1 + HYSTERESIS / 2)), config)
     assert not bypasses(drafting, evidence(0.0, 2.0), ScheduleConfig())
+
+
+def test_rechecks_that_change_nothing_become_rare_until_drafts_pay_again():
+    config = ScheduleConfig(min_predicted_gain=0.0)
+    history, poor, waits, idle = init_history(config, SLOTS, K), evidence(0.0, 2.0), [], 0
+    while len(waits) < 7:
+        bypassed = bypasses(history, poor, config)
+        history = step(history, bypassed=bypassed)
+        waits, idle = (waits, idle + 1) if bypassed else ([*waits, idle], 0)
+    doubling = [RECHECK_AFTER * 2**i - (i > 0) for i in range(7)]
+    assert waits == [min(wait, RECHECK_AT_MOST - 1) for wait in doubling]
+    history = step(step(history))  # the round after a recheck drafts as well
+    assert int(history.recheck_after) == RECHECK_AFTER and int(history.idle_rounds) == 0
 
 
 def test_probes_come_round():

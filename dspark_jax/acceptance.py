@@ -1,0 +1,223 @@
+"""The verification rule of a round, from logits to accepted drafts and the target's own token.
+
+The rules themselves are in `verify.py`, on log-probabilities. On a TPU a kernel reads the logits
+instead, each once, and nothing of the size of the vocabulary is written; it serves every batch
+in which no request drops tokens, under all rules but `block`.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from dspark_jax.sampling import (
+    Purpose,
+    any_sampled,
+    draw,
+    gumbel,
+    position_keys,
+    round_keys,
+    sample,
+    sample_plain,
+    warp,
+)
+from dspark_jax.sharding import axis_size, spec_here
+from dspark_jax.types import AcceptResult, Block, Packing, SamplingParams, SharedHead
+from dspark_jax.verify import accept_block, accept_coupled, accept_standard
+from pallas_kernels.dispatch import on_tpu, per_shard
+from pallas_kernels.speculative_accept.ops import speculative_accept
+
+
+def accept(
+    block: Block,
+    target_logits: jax.Array,
+    packing: Packing,
+    verify_len: jax.Array,
+    *,
+    sampling: SamplingParams,
+    anchor_pos: jax.Array,
+    round_index: jax.Array,
+    shared: SharedHead,
+    method: str,
+) -> AcceptResult:
+    """Applies the verification rule; a batch without sampling only compares argmaxes.
+
+    Args:
+      block: what was drafted.
+      target_logits: f32[T, V], of the flat rows that were verified; work grows with T.
+      packing: which request and row each flat row is.
+      verify_len: i32[R], drafts sent to the target, 0..K.
+      sampling: per-request settings, those the block was drafted with.
+      anchor_pos: i32[R], position of the last committed token.
+      round_index: i32[R], rounds each request has run.
+      shared: with the ids of the draft's vocabulary, where that is reduced.
+      method: "standard", "block" or "coupled".
+
+    Returns:
+      accept_len and the bonus token.
+    """
+    keys = dict(sampling=sampling, anchor_pos=anchor_pos, round_index=round_index)
+    reference = functools.partial(_reference, **keys, shared=shared, method=method)
+    operands = (block, target_logits, packing, verify_len)
+    if method == "block":
+        return reference(*operands)
+    kernel = functools.partial(_fused, **keys, shared=shared, method=method)
+
+    def on_chip(*operands: Any) -> AcceptResult:
+        dropping = (sampling.top_k > 0) | (sampling.top_p < 1.0) | (sampling.min_p > 0.0)
+        return jax.lax.cond(jnp.any(dropping), reference, kernel, *operands)
+
+    return on_tpu(on_chip, reference, *operands)
+
+
+def sample_undrafted(
+    target_logits: jax.Array,
+    *,
+    sampling: SamplingParams,
+    anchor_pos: jax.Array,
+    round_index: jax.Array,
+    method: str,
+) -> jax.Array:
+    """The target's token where no draft is verified: what `accept` gives for verify_len 0.
+
+    Args:
+      target_logits: f32[R, V], of the anchors' rows.
+      sampling: per-request settings.
+      anchor_pos: i32[R], position of the last committed token.
+      round_index: i32[R], rounds each request has run.
+      method: "standard", "block" or "coupled".
+
+    Returns:
+      i32[R].
+    """
+    if method == "coupled":
+        return sample_plain(target_logits, sampling, anchor_pos + 1)
+    keys = round_keys(sampling.seed, round_index, anchor_pos, Purpose.RESIDUAL)
+    return sample(target_logits, sampling, keys)
+
+
+def _reference(
+    block: Block,
+    target_logits: jax.Array,
+    packing: Packing,
+    verify_len: jax.Array,
+    *,
+    sampling: SamplingParams,
+    anchor_pos: jax.Array,
+    round_index: jax.Array,
+    shared: SharedHead,
+    method: str,
+) -> AcceptResult:
+    """From log-probabilities of the verified rows."""
+    (total, vocab), (requests, width) = target_logits.shape, packing.index.shape
+
+    def greedy() -> AcceptResult:
+        best = jnp.argmax(target_logits, axis=-1).astype(jnp.int32)
+        return accept_coupled(block.draft_tokens, packing.unpack(best), verify_len)
+
+    def log_probs() -> jax.Array:
+        return warp(target_logits, jax.tree.map(lambda x: x[packing.request], sampling))
+
+    def sampled_coupled() -> AcceptResult:
+        position = anchor_pos[packing.request] + 1 + packing.offset
+        keys = position_keys(sampling.seed[packing.request], position)
+
+        def one(row: tuple[jax.Array, jax.Array]) -> jax.Array:
+            return draw(row[0], jax.random.gumbel(row[1], (vocab,)))
+
+        tokens = jax.lax.map(one, (log_probs(), keys), batch_size=min(requests, total))
+        return accept_coupled(block.draft_tokens, packing.unpack(tokens), verify_len)
+
+    def sampled_independently() -> AcceptResult:
+        draft_log_probs = expand_vocabulary(block.draft_log_probs, shared)
+        uniforms, keys = _draws(sampling, anchor_pos, round_index, width - 1)
+        rule = {"standard": accept_standard, "block": accept_block}[method]
+        return rule(
+            block.draft_tokens, draft_log_probs, packing.unpack(log_probs()), verify_len,
+            uniforms, gumbel(keys, vocab),
+        )  # fmt: skip
+
+    sampled = sampled_coupled if method == "coupled" else sampled_independently
+    return jax.lax.cond(any_sampled(sampling), sampled, greedy)
+
+
+def _fused(
+    block: Block,
+    target_logits: jax.Array,
+    packing: Packing,
+    verify_len: jax.Array,
+    *,
+    sampling: SamplingParams,
+    anchor_pos: jax.Array,
+    round_index: jax.Array,
+    shared: SharedHead,
+    method: str,
+) -> AcceptResult:
+    """By the kernel, under a mesh on every shard of the vocabulary; the same draws."""
+    width, target_logits = packing.index.shape[1], packing.unpack(target_logits)
+    axis = spec_here("vocab")[0] if axis_size("vocab") > 1 else None
+    columns, whole_row = PartitionSpec(None, None, axis), PartitionSpec()
+    specs = dict(target_logits=columns, draft_logits=columns)
+
+    def run(method: str, **more: jax.Array) -> AcceptResult:
+        operands = more | dict(
+            target_logits=target_logits, draft_tokens=block.draft_tokens, verify_len=verify_len
+        )
+
+        def kernel(operands: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            return tuple(
+                speculative_accept(**operands, method=method, axis_name=axis, impl="pallas")
+            )
+
+        in_specs = ({name: specs.get(name, whole_row) for name in operands},)
+        accept_len, token = per_shard(kernel, in_specs, whole_row)(operands)
+        return AcceptResult(accept_len=accept_len, bonus_token=token)
+
+    def greedy() -> AcceptResult:
+        return run("greedy")
+
+    def coupled() -> AcceptResult:
+        keys = [position_keys(sampling.seed, anchor_pos + 1 + w) for w in range(width)]
+        noise = jax.random.key_data(jnp.stack(keys, axis=1))
+        return run("coupled", temperature=sampling.temperature, noise=noise)
+
+    def standard() -> AcceptResult:
+        uniforms, keys = _draws(sampling, anchor_pos, round_index, width - 1)
+        return run(
+            "standard", temperature=sampling.temperature, uniforms=uniforms,
+            noise=jax.random.key_data(keys),
+            draft_logits=expand_vocabulary(block.draft_logits, shared),
+        )  # fmt: skip
+
+    sampled = coupled if method == "coupled" else standard
+    return jax.lax.cond(any_sampled(sampling), sampled, greedy)
+
+
+def _draws(
+    sampling: SamplingParams, anchor_pos: jax.Array, round_index: jax.Array, drafts: int
+) -> tuple[jax.Array, jax.Array]:
+    """A uniform number for every draft f32[R, K], and the key of the token after them, key[R]."""
+
+    def uniforms(k: int) -> jax.Array:
+        keys = round_keys(sampling.seed, round_index, anchor_pos + 1 + k, Purpose.ACCEPT)
+        return jax.vmap(jax.random.uniform)(keys)
+
+    u = jnp.stack([uniforms(k) for k in range(drafts)], axis=1)
+    return u, round_keys(sampling.seed, round_index, anchor_pos, Purpose.RESIDUAL)
+
+
+def expand_vocabulary(scores: jax.Array, shared: SharedHead) -> jax.Array:
+    """A draft's logits or log-probabilities over the target's vocabulary.
+
+    Args:
+      scores: f32[.., Vd].
+      shared: with `draft_ids` when the draft's vocabulary is reduced.
+
+    Returns:
+      f32[.., V], -inf for tokens that the draft cannot propose.
+    """
+    if shared.draft_ids is None:
+        return scores
+    return scores.at[..., shared.draft_ids].get(mode="fill", fill_value=-jnp.inf)
