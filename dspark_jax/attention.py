@@ -1,14 +1,22 @@
 """Attention of a few new rows over a cache, in one pass with a running softmax.
 
 The rows' own keys and values take part beside the cache and are written to it by the caller
-afterwards. Work follows the longest live context, not the cache's capacity.
+afterwards. Work follows the longest live context, not the cache's capacity. On a TPU it is a
+kernel's, for a draft's block as for a target's rows; long chunks of a prompt stay with XLA.
 """
+
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
+from jax.sharding import PartitionSpec
 
 from dspark_jax.kv_cache import KVCache, WindowCache
+from dspark_jax.sharding import spec_here
+from pallas_kernels.block_attention.ops import block_attention
+from pallas_kernels.dispatch import on_tpu, per_shard
 
 CONTEXT_BLOCK = 256  # cache rows per step of the running softmax
 _MASKED = -1e30  # finite, so that a fully masked step leaves no NaN
@@ -44,6 +52,37 @@ def attend(
     Returns:
       [R, W, N, H] in q's type. Scores and sums are float32.
     """
+
+    def kernel(*operands: Any) -> jax.Array:
+        q, new_k, new_v, cache, layer, first_slot, cache_len = operands
+        return block_attention(
+            q, new_k, new_v, cache.k, cache.v, layer, first_slot, cache_len,
+            causal=causal, scale=scale, window=window, impl="pallas",
+        )  # fmt: skip
+
+    reference = functools.partial(_attend, causal=causal, scale=scale, window=window)
+    rows = spec_here(None, None, "heads", None)
+    stored = spec_here(None, None, "heads", None, None)
+    whole = PartitionSpec()
+    in_specs = (rows, rows, rows, KVCache(k=stored, v=stored), whole, whole, whole)
+    operands = (q, new_k, new_v, cache, jnp.int32(layer), jnp.int32(first_slot), cache_len)
+    return on_tpu(per_shard(kernel, in_specs, rows), reference, *operands)
+
+
+def _attend(
+    q: jax.Array,
+    new_k: jax.Array,
+    new_v: jax.Array,
+    cache: KVCache,
+    layer: jax.Array,
+    first_slot: jax.Array,
+    cache_len: jax.Array,
+    *,
+    causal: bool,
+    scale: float,
+    window: int | None,
+) -> jax.Array:
+    """`attend` in plain JAX."""
     groups = new_k.shape[2]
     rows, width, heads, head_dim = q.shape
     q = rearrange(q, "r w (g n) h -> r g (n w) h", g=groups)

@@ -27,7 +27,7 @@ LEVELS = (
         "tokenizer",
     ),
     ("target", "draft"),
-    ("schedule", "history", "verify", "calibrate", "sps"),
+    ("schedule", "history", "verify", "acceptance", "calibrate", "sps"),
     ("state", "decode", "train"),
     ("engine", "eval", "simulate", "aot"),
     ("cli", "serve", "generate", "bench", "data", "__main__"),

@@ -259,12 +259,12 @@ def _add(phases: Phases, more: Phases, times: float = 1.0) -> None:
 
 
 def _scopes(computation: Computation, around: str) -> dict[str, str]:
-    """Phase of each instruction: its own, that of what reads it, or that of what is around."""
+    """Phase of each instruction: its innermost, that of what reads it, or of what is around."""
     scopes: dict[str, str] = {}
     for instruction in reversed(computation.instructions.values()):
-        match = _PHASE.search(instruction.op_name)
+        own = _PHASE.findall(instruction.op_name)
         readers = (scopes.get(user.name, around) for user in computation.users[instruction.name])
-        scopes[instruction.name] = match.group(0) if match else next(readers, around)
+        scopes[instruction.name] = own[-1] if own else next(readers, around)
     return scopes
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from dspark_jax.attention import attend
 from dspark_jax.config import DraftConfig
@@ -27,10 +26,8 @@ from dspark_jax.layers import (
     rope_angles,
     score_vocabulary,
 )
-from dspark_jax.sharding import spec_here, whole
+from dspark_jax.sharding import whole
 from dspark_jax.types import Params, SharedHead
-from pallas_kernels.block_attention.ops import block_attention
-from pallas_kernels.dispatch import on_tpu, per_shard
 
 
 class DraftLayer(nn.Module):
@@ -184,8 +181,8 @@ class DenseDraft:
         for i, layer_params in enumerate(params["layers"]):
 
             def attend_fn(q: jax.Array, k: jax.Array, v: jax.Array, i: int = i) -> jax.Array:
-                return _attend_block(
-                    q, k, v, cache, i, anchor_pos,
+                return attend(
+                    q, k, v, cache, i, first_slot=0, cache_len=anchor_pos, causal=False,
                     scale=cfg.head_dim**-0.5, window=cfg.sliding_window,
                 )  # fmt: skip
 
@@ -197,38 +194,3 @@ class DenseDraft:
         """U_k: f32[.., Vd] from h_k, before the Markov bias."""
         del params  # h_k is normalised already
         return score_vocabulary(block_hidden, shared.head)
-
-
-def _attend_block(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    cache: KVCache,
-    layer: int,
-    cache_len: jax.Array,
-    *,
-    scale: float,
-    window: int | None,
-) -> jax.Array:
-    """`attend` of block rows that all see each other; on a TPU a kernel, under a mesh per shard."""
-
-    def reference(
-        q: jax.Array, k: jax.Array, v: jax.Array, cache: KVCache, cache_len: jax.Array
-    ) -> jax.Array:
-        return attend(
-            q, k, v, cache, layer,
-            first_slot=0, cache_len=cache_len, causal=False, scale=scale, window=window,
-        )  # fmt: skip
-
-    def kernel(
-        q: jax.Array, k: jax.Array, v: jax.Array, cache: KVCache, cache_len: jax.Array
-    ) -> jax.Array:
-        return block_attention(
-            q, k, v, cache.k, cache.v, layer, 0, cache_len,
-            scale=scale, window=window, impl="pallas",
-        )  # fmt: skip
-
-    rows = spec_here(None, None, "heads", None)
-    stored = spec_here(None, None, "heads", None, None)
-    in_specs = (rows, rows, rows, KVCache(k=stored, v=stored), PartitionSpec())
-    return on_tpu(per_shard(kernel, in_specs, rows), reference, q, k, v, cache, cache_len)
