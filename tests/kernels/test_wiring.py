@@ -1,5 +1,6 @@
 """The TPU branches of drafts and of acceptance, run here: the same as through plain JAX."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -9,11 +10,23 @@ import numpy as np
 import pytest
 
 from dspark_jax import acceptance, attention
-from dspark_jax.decode import pack_rows
-from dspark_jax.draft import deepseek, propose
+from dspark_jax.config import RopeConfig, TargetConfig
+from dspark_jax.decode import decode_round, pack_rows
+from dspark_jax.draft import deepseek, dense, propose
+from dspark_jax.engine.load import random_draft_config
+from dspark_jax.engine.programs import schedule_table_shapes
 from dspark_jax.kv_cache import KVCache, WindowCache
 from dspark_jax.sampling import warp
-from dspark_jax.types import AcceptResult, Block, SamplingParams, SharedHead
+from dspark_jax.state import Decoder, admit, init_state
+from dspark_jax.target.llama import LlamaTarget
+from dspark_jax.types import (
+    AcceptResult,
+    Block,
+    PairParams,
+    RoundOutput,
+    SamplingParams,
+    SharedHead,
+)
 
 LENS = np.array([0, 3, 9], np.int32)
 LAYER = 1
@@ -169,3 +182,51 @@ def test_acceptance(method, reduced, take_kernels, rng):
         np.testing.assert_array_equal(got.accept_len, wanted.accept_len)
         np.testing.assert_array_equal(got.bonus_token, wanted.bonus_token)
         assert 0 < wanted.accept_len.sum() < verify_len.sum()
+
+
+@pytest.mark.parametrize("method", ["standard", "coupled"])
+def test_rounds_emit_the_same_tokens(method, take_kernels):
+    """Whole rounds with every kernel and with none, from the same noise."""
+    config = TargetConfig(
+        model_type="qwen3", vocab_size=24, hidden_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=16,
+        rms_norm_eps=1e-6, rope=RopeConfig(), tie_word_embeddings=False, qk_norm=True,
+    )  # fmt: skip
+    draft_config = dataclasses.replace(
+        random_draft_config(config), num_hidden_layers=1, block_size=2
+    )
+    decoder = Decoder(
+        target=LlamaTarget(config=config, tap_layer_ids=draft_config.target_layer_ids),
+        draft=dense.DenseDraft(config=draft_config), rejection_sample_method=method,
+    )  # fmt: skip
+    target = decoder.target.init(jax.random.key(0))
+    target["head"] *= 10
+    draft = decoder.draft.init(jax.random.key(1))
+    params = PairParams(target=target, draft=draft, shared=decoder.target.shared_head(target))
+    requests = 3
+    shapes = schedule_table_shapes(requests, decoder.num_drafts)
+    tables = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes)
+
+    def run() -> list[RoundOutput]:
+        state = init_state(decoder, requests, 12, jnp.float32)
+        for slot, temperature in enumerate([0.0, 1.0, 0.7]):
+            sampling = jax.tree.map(lambda x: x[0], _sampling([temperature], 0))
+            state = admit(state, slot, 5 + slot, 0, 9, sampling.replace(seed=np.uint32(slot)))
+        step = functools.partial(decode_round, decoder, rows=requests, buckets=(9,))
+        step, outputs = jax.jit(step), []
+        for _ in range(3):
+            state, output = step(params, state, tables)
+            outputs.append(jax.device_get(output))
+        return outputs
+
+    expected = run()
+    for module, name in [
+        (attention, "block_attention"), (propose, "sample_latent"),
+        (acceptance, "speculative_accept"),
+    ]:  # fmt: skip
+        take_kernels(module, name)
+    for got, wanted in zip(run(), expected, strict=True):
+        np.testing.assert_array_equal(got.accept_len, wanted.accept_len)
+        np.testing.assert_array_equal(got.tokens, wanted.tokens)
+    accepted = sum(output.accept_len.sum() for output in expected)
+    assert 0 < accepted < sum(output.verify_len.sum() for output in expected)
