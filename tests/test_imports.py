@@ -13,7 +13,16 @@ SCANNED = ("dspark_jax", "pallas_kernels", "tools")
 # of the modules and packages directly inside dspark_jax; "dspark_jax" stands for its __init__.py.
 LEVELS = (
     ("pallas_kernels",),
-    ("dspark_jax", "config", "config_deepseek", "types", "sharding", "layouts", "chips"),
+    (
+        "dspark_jax",
+        "config",
+        "config_deepseek",
+        "config_deepseek_target",
+        "types",
+        "sharding",
+        "layouts",
+        "chips",
+    ),
     (
         "layers",
         "rope",

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.checkpoint.deepseek import load_deepseek_draft, weight_block
+from dspark_jax.checkpoint.orbax_layout import open_checkpoint
 from dspark_jax.checkpoint.quantized import DequantisingReader
 from dspark_jax.checkpoint.safetensors import TensorReader
 from dspark_jax.config import read_config_json
@@ -28,7 +29,10 @@ from tools.comparisons import (
 )
 from tools.parity_deepseek_target import TARGET_INPUTS, check_deepseek_target
 
-TARGET_ARRAYS = {"tokens", "prefill_last_logits", "decode_logits"}
+TARGET_ARRAYS = TARGET_INPUTS | {
+    "prefill_last_logits", "decode_logits", "greedy_continuation", "engram_hash.multipliers",
+    "engram_hash.offsets", "engram_hash.primes",
+}  # fmt: skip
 DRAFT_ARRAYS = ("draft_logits", "confidence_logits")
 _DEQUANTISED = "dequantized."
 
@@ -36,8 +40,9 @@ _DEQUANTISED = "dequantized."
 def check_deepseek(directory: Path) -> list[Result]:
     """Checks a DeepSeek model: `outputs.safetensors` beside its checkpoint.
 
-    A V4.1 target runs. The draft is given the folder's taps and anchors; where decode taps are not
-    recorded, both are those of the target. A V4 target's own arrays are skipped.
+    The draft is given the folder's taps, and the target's anchors; where decode taps are not
+    recorded, all taps are the target's. Without a target, as in a conversion, its arrays are
+    skipped, and the anchors are the folder's.
 
     Args:
       directory: the golden folder.
@@ -47,15 +52,15 @@ def check_deepseek(directory: Path) -> list[Result]:
     """
     golden = read_arrays(directory / "outputs.safetensors")
     results, inputs, known = [], golden, {"prefill_taps", "decode_taps"}
-    if "tokens" in golden and read_config_json(directory)["model_type"] == "deepseek_v41":
+    stored = open_checkpoint(directory, strip=("model.",)).names()
+    has_target = any(name.startswith("layers.") for name in stored)
+    if "tokens" in golden and has_target:
         results, made = check_deepseek_target(directory, golden)
         inputs = made if "decode_taps" not in golden else golden | {"draft_ids": made["draft_ids"]}
         known |= TARGET_INPUTS
     else:
-        results += [
-            _skip(name, "of a target that this version does not have")
-            for name in sorted(TARGET_ARRAYS & set(golden))
-        ]
+        names = sorted(TARGET_ARRAYS & set(golden))
+        results += [_skip(name, "the checkpoint holds no target") for name in names]
     results += _check_draft(directory, golden, inputs)
     results += _check_dequantised(directory, golden)
     return results + unknown_arrays(golden, known | {result.name for result in results}, "")
@@ -67,6 +72,12 @@ def _check_draft(directory: Path, golden: Arrays, inputs: Arrays) -> list[Result
     draft = DeepseekDraft(config=config)
     cache = run_prefill(draft, params, golden_array(inputs, "prefill_taps"))
     results = _check_rings("ring_after_prefill.", cache, golden)
+    if "decode_taps" not in inputs:
+        why = "the folder has no decode_taps and the checkpoint holds no target"
+        left = {
+            name for name in golden if name.startswith(("draft_", "confidence_", "ring_final."))
+        }
+        return results + [_skip(name, why) for name in sorted(left)]
     blocks, cache = run_decode(draft, params, shared, cache, inputs)
     anchors = golden_array(inputs, "draft_ids")[..., :1]
     drafts = np.stack([block.draft_tokens for block in blocks], axis=1)

@@ -1,4 +1,4 @@
-"""The check of a DeepSeek V4.1 target: logits, taps, greedy text and Engram's hash tables."""
+"""The check of a DeepSeek V4 or V4.1 target: logits, taps, greedy text and Engram's hash tables."""
 
 import functools
 from pathlib import Path
@@ -9,8 +9,8 @@ import numpy as np
 
 from dspark_jax.checkpoint.deepseek_target import load_deepseek_target
 from dspark_jax.config import read_config_json
-from dspark_jax.config_deepseek import EngramConfig, deepseek_target_from_hf
-from dspark_jax.target.deepseek_v41 import DeepseekV41Target
+from dspark_jax.config_deepseek_target import EngramConfig, deepseek_target_from_hf
+from dspark_jax.target.deepseek import DeepseekTarget
 from dspark_jax.target.engram import hash_multipliers, hash_offsets, hash_primes
 from dspark_jax.types import Params
 from tools.comparisons import (
@@ -30,7 +30,7 @@ _CLASSES = "engram_hash.token_map"
 def check_deepseek_target(
     directory: Path, golden: Arrays
 ) -> tuple[list[Result], dict[str, np.ndarray]]:
-    """Checks a V4.1 target: one forward over prompt and teacher-forced steps, and greedy decoding.
+    """Checks a target: one forward over prompt and teacher-forced steps, and greedy decoding.
 
     Engram's token classes are read from a tokenizer in the folder and compared, or taken from the
     golden arrays. A folder with neither has neighbouring tokens in one class, as those with random
@@ -46,7 +46,7 @@ def check_deepseek_target(
     """
     classes = None if (directory / "tokenizer.json").is_file() else _classes(directory, golden)
     config, params = load_deepseek_target(directory, token_classes=classes)
-    target = DeepseekV41Target(config=config)
+    target = DeepseekTarget(config=config)
     tokens, prompt = golden_array(golden, "tokens"), golden_array(golden, "prefill_taps").shape[1]
     logits, taps = run_deepseek_target(target, params, tokens)
     results = [
@@ -72,7 +72,7 @@ def check_deepseek_target(
 
 
 def run_deepseek_target(
-    target: DeepseekV41Target, params: Params, tokens: np.ndarray
+    target: DeepseekTarget, params: Params, tokens: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Logits and context features of whole sequences.
 
@@ -92,7 +92,7 @@ def run_deepseek_target(
 
 
 def decode_deepseek_greedy(
-    target: DeepseekV41Target, params: Params, prompt: np.ndarray, count: int
+    target: DeepseekTarget, params: Params, prompt: np.ndarray, count: int
 ) -> np.ndarray:
     """Greedy text, every token by a forward over the whole sequence.
 
@@ -114,7 +114,7 @@ def decode_deepseek_greedy(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _forward(
-    target: DeepseekV41Target, params: Params, tokens: jax.Array
+    target: DeepseekTarget, params: Params, tokens: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     return target.forward(params, tokens)
 

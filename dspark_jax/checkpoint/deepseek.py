@@ -20,11 +20,8 @@ from dspark_jax.checkpoint.rules import (
 )
 from dspark_jax.checkpoint.safetensors import TensorReader
 from dspark_jax.config import TargetConfig, read_config_json
-from dspark_jax.config_deepseek import (
-    DeepseekDraftConfig,
-    DeepseekTargetConfig,
-    deepseek_draft_from_hf,
-)
+from dspark_jax.config_deepseek import DeepseekDraftConfig, deepseek_draft_from_hf
+from dspark_jax.config_deepseek_target import DeepseekTargetConfig
 from dspark_jax.packed import SCALE_BYTES, PackedKernel
 from dspark_jax.types import Params, SharedHead
 
@@ -258,7 +255,7 @@ def deepseek_rules(config: DeepseekDraftConfig) -> list[TensorRule]:
         ),
     ]  # fmt: skip
     if not config.single_pass:
-        rules += _mix_rules(config, ("hc_head",), last + "hc_head_", config.hc_mult, 1)
+        rules += mix_rules(config, ("hc_head",), last + "hc_head_", config.hc_mult, 1)
     for i in range(config.num_stages):
         rules += block_rules(config, i, f"mtp.{i}.")
     return rules
@@ -279,14 +276,26 @@ def block_rules(config: _BlockConfig, i: int, stored: str) -> list[TensorRule]:
     count = config.hc_mult * (2 + config.hc_mult)
     for part in ("attn", "ffn"):
         path, norm = ("layers", i, f"{part}_norm", "weight"), f"{stored}{part}_norm.weight"
-        rules += _mix_rules(config, ("layers", i, f"{part}_mix"), f"{stored}hc_{part}_", count, 3)
+        rules += mix_rules(config, ("layers", i, f"{part}_mix"), f"{stored}hc_{part}_", count, 3)
         rules.append(same(path, norm, (config.hidden_size,)))
     return rules
 
 
-def _mix_rules(
+def mix_rules(
     config: _BlockConfig, path: tuple, stored: str, outputs: int, scales: int
 ) -> list[TensorRule]:
+    """Rules of one hyper-connection.
+
+    Args:
+      config: the architecture.
+      path: where its parameters lie.
+      stored: what its tensors' names begin with.
+      outputs: rows of `fn`.
+      scales: entries of `scale`.
+
+    Returns:
+      Rules of fn, base and scale.
+    """
     streams, width = config.hc_mult, config.hidden_size
     return [
         reshaped(

@@ -1,4 +1,4 @@
-"""The target of DeepSeek V4.1 checkpoints: `layers.*`, embedding, head, and Engram's tables."""
+"""The target of DeepSeek V4 and V4.1 checkpoints: all that is not the draft's."""
 
 import re
 from collections.abc import Mapping
@@ -8,13 +8,17 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.checkpoint.deepseek import block_rules, weight_block
+from dspark_jax.checkpoint.deepseek import block_rules, mix_rules, weight_block
 from dspark_jax.checkpoint.engram_classes import read_token_classes
 from dspark_jax.checkpoint.quantized import DequantisingReader
 from dspark_jax.checkpoint.rules import TensorRule, load_params, reshaped, same
 from dspark_jax.checkpoint.safetensors import TensorReader
 from dspark_jax.config import read_config_json
-from dspark_jax.config_deepseek import DeepseekTargetConfig, deepseek_target_from_hf
+from dspark_jax.config_deepseek_target import (
+    OVERLAPPING_RATIO,
+    DeepseekTargetConfig,
+    deepseek_target_from_hf,
+)
 from dspark_jax.types import Params
 
 # The draft, and the image encoder with its rows: present, and no part of the language model.
@@ -24,26 +28,30 @@ _OTHERS = re.compile(r"(mtp|vision|aligner)\..*|image_(start|end|newline)")
 def load_deepseek_target(
     directory: str | Path, *, token_classes: np.ndarray | None = None
 ) -> tuple[DeepseekTargetConfig, Params]:
-    """Loads a V4.1 target, dequantised to float32.
+    """Loads a V4 or V4.1 target, dequantised to float32.
 
     Args:
       directory: `config.json` and safetensors, single or sharded, quantised or not.
       token_classes: i32[V], Engram's class of every token; None reads `tokenizer.json`.
 
     Returns:
-      The config and the parameters of `DeepseekV41Target`.
+      The config and the parameters of `DeepseekTarget`.
 
     Raises:
       FileNotFoundError: files are missing, `tokenizer.json` among them if it is needed.
-      ValueError: not a V4.1 checkpoint, tensors are missing, left over or of another shape or
-        type, or the token classes do not fit.
+      ValueError: not a V4 or V4.1 checkpoint, tensors are missing, left over or of another shape
+        or type, or tables of experts or token classes do not fit.
     """
     hf = read_config_json(directory)
     reader = TensorReader(directory, strip=("model.",))
     config = read_target_config(hf, reader.names())
+    tables = {i: f"layers.{i}.ffn.gate.tid2eid" for i in range(config.num_hash_layers)}
     names = {name for name in reader.names() if not _OTHERS.fullmatch(name)}
+    names -= set(tables.values())
     plain = DequantisingReader(reader, block=weight_block(hf), names=names)
     params = load_params(plain, target_rules(config), dtype=jnp.float32, what="target")
+    for i, name in tables.items():
+        params["layers"][i]["moe"]["expert_ids"] = _expert_ids(reader, name, config)
     if config.engram:
         if token_classes is None:
             token_classes = read_token_classes(directory, config.engram, config.vocab_size)
@@ -63,9 +71,28 @@ def read_target_config(hf: Mapping[str, Any], names: set[str]) -> DeepseekTarget
       The config.
 
     Raises:
-      ValueError: not a V4.1 model, or the config is not supported.
+      ValueError: not a V4 or V4.1 model, or the config is not supported.
     """
     return deepseek_target_from_hf(hf, has_vision_bias="layers.0.ffn.gate.bias_vl" in names)
+
+
+def _expert_ids(reader: TensorReader, name: str, config: DeepseekTargetConfig) -> jnp.ndarray:
+    """Experts of every token, i32[V, k]."""
+    shape, limit = (config.vocab_size, config.moe.num_experts_per_tok), config.moe.num_experts
+    if name not in reader.names():
+        raise ValueError(f"target checkpoint {reader.directory} lacks {name}, its experts' table.")
+    if reader.shape(name) != shape or reader.dtype(name) not in ("I32", "I64"):
+        raise ValueError(
+            f"{name} of {reader.directory} is {reader.dtype(name)} {list(reader.shape(name))}; "
+            f"expected integers of shape {list(shape)}."
+        )
+    ids = reader.read(name)
+    if ids.min() < 0 or ids.max() >= limit:
+        raise ValueError(
+            f"{name} of {reader.directory} names experts {ids.min()}..{ids.max()}; this model has "
+            f"0..{limit - 1}."
+        )
+    return jnp.asarray(ids, jnp.int32)
 
 
 def _check_classes(classes: np.ndarray, config: DeepseekTargetConfig) -> None:
@@ -79,7 +106,7 @@ def _check_classes(classes: np.ndarray, config: DeepseekTargetConfig) -> None:
 
 
 def target_rules(config: DeepseekTargetConfig) -> list[TensorRule]:
-    """Rules from the names outside `mtp.*` to the tree of `DeepseekV41Target`.
+    """Rules from the names outside `mtp.*` to the tree of `DeepseekTarget`.
 
     Args:
       config: the target's architecture.
@@ -87,7 +114,7 @@ def target_rules(config: DeepseekTargetConfig) -> list[TensorRule]:
     Returns:
       One rule per stored parameter.
 
-    Source: DeepSeek V4.1 inference code, state dict of `Transformer`.
+    Source: DeepSeek V4 and V4.1 inference code, state dict of `Transformer`.
     """
     table = (config.vocab_size, config.hidden_size)
     rules = [
@@ -95,10 +122,14 @@ def target_rules(config: DeepseekTargetConfig) -> list[TensorRule]:
         same(("head",), "head.weight", table),
         same(("norm", "weight"), "norm.weight", (config.hidden_size,)),
     ]
+    if not config.single_pass:
+        rules += mix_rules(config, ("hc_head",), "hc_head_", config.hc_mult, 1)
     for i in range(config.num_hidden_layers):
-        rules += block_rules(config, i, f"layers.{i}.")
+        common = block_rules(config, i, f"layers.{i}.")
+        hashed = i < config.num_hash_layers  # experts are not chosen by scores and a bias
+        rules += [rule for rule in common if not hashed or rule.path[-2:] != ("moe", "bias")]
         if i in config.kv_source_layer_ids:
-            rules += _row_rules(config, i)
+            rules += _row_rules(config, i) if config.single_pass else _placed_row_rules(config, i)
         if i in config.index_source_layer_ids:
             rules += _index_rules(config, i)
         if config.engram and i in config.engram.layer_ids:
@@ -122,6 +153,26 @@ def _row_rules(config: DeepseekTargetConfig, i: int) -> list[TensorRule]:
         reshaped((*keys, "k"), index + "wk.weight", (key_dim, head_dim), (head_dim, key_dim)),
         same((*keys, "k_norm", "weight"), index + "k_norm.weight", (key_dim,)),
     ]
+
+
+def _placed_row_rules(config: DeepseekTargetConfig, i: int) -> list[TensorRule]:
+    """V4's compressed rows, and index keys made in the same way."""
+    ratio, width = config.compress_ratios[i], config.hidden_size
+    wanted = [("compressor", "compressor.", config.head_dim)]
+    if i in config.index_source_layer_ids:
+        wanted.append(("index_keys", "indexer.compressor.", config.index_head_dim))
+    rules = []
+    for ours, stored, size in wanted:
+        path, name = ("layers", i, "attn", ours), f"layers.{i}.attn.{stored}"
+        channels = size * (2 if ratio == OVERLAPPING_RATIO else 1)
+        matrix = (channels, width)
+        rules += [
+            reshaped((*path, "kv"), name + "wkv.weight", matrix, matrix[::-1]),
+            reshaped((*path, "gate"), name + "wgate.weight", matrix, matrix[::-1]),
+            same((*path, "bias"), name + "ape", (ratio, channels), exact=True),
+            same((*path, "norm", "weight"), name + "norm.weight", (size,)),
+        ]
+    return rules
 
 
 def _index_rules(config: DeepseekTargetConfig, i: int) -> list[TensorRule]:

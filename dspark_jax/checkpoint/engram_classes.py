@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Regex, Tokenizer, normalizers
 
-from dspark_jax.config_deepseek import EngramConfig
+from dspark_jax.config_deepseek_target import EngramConfig
 from dspark_jax.tokenizer import UNFINISHED
 
 _BLANK = "\ue000"  # stands in for a text that is one blank, so that stripping leaves it

@@ -1,9 +1,13 @@
-"""Attention of DeepSeek V4.1's target: a window of tokens and chosen rows of compressed context.
+"""Attention of DeepSeek V4 and V4.1 targets: a window of tokens and rows of compressed context.
 
 A source layer makes one row for every `ratio` tokens, and a key per row; index queries score the
-keys and choose the rows that a token sees beside its window. Layers that are no source use the
-rows and the choice of the layer before them. A row is complete, and visible, from the last of its
-tokens on.
+keys and choose the rows that a token sees beside its window. Layers of V4.1 that are no source use
+the rows and the choice of the layer before them. In V4 every layer with rows is a source, some of
+them without index: they see all rows. A row is complete, and visible, from the last of its tokens
+on.
+
+Before it rounds to FP4, the reference of V4 rotates index keys and queries by one orthogonal
+matrix. Here nothing is rounded and scores are the same without it.
 """
 
 import flax.linen as nn
@@ -11,10 +15,11 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from dspark_jax.config_deepseek import DeepseekTargetConfig
+from dspark_jax.config_deepseek_target import OVERLAPPING_RATIO, DeepseekTargetConfig
 from dspark_jax.layers import KERNEL_INIT, RmsNorm, rotate_tail
 
 _MASKED = -1e30  # finite, as the sink alone may be visible
+_QUERY_EPS = 1e-6  # of V4's norm of each query head, whatever rms_norm_eps is
 
 
 @flax.struct.dataclass
@@ -22,7 +27,7 @@ class Compressed:
     """What a source layer leaves to those after it; C rows for T tokens."""
 
     rows: jax.Array  # [R, C, H], rotated; keys and values
-    index_keys: jax.Array  # [R, C, h], rotated
+    index_keys: jax.Array | None  # [R, C, h], rotated; None: there is no choice
     chosen: jax.Array  # bool[R, T, C], rows that each token sees
     candidates: jax.Array | None = None  # bool[R, T, C], rows later layers may choose; None: all
 
@@ -30,25 +35,46 @@ class Compressed:
 class Compressor(nn.Module):
     """Rows of context, before rotation: kernels kv and, for more than one token, gate, [D, H].
 
-    Source: DeepSeek V4.1 inference code, `Compressor`.
+    V4 adds a bias [ratio, H] by place in the group to the gate. Where its rows overlap, all of
+    these have 2H channels: the first H are for a token's part in the row after its own.
+
+    Source: DeepSeek V4 and V4.1 inference code, `Compressor`.
     """
 
     ratio: int  # tokens per row
     head_dim: int
     norm_eps: float
+    placed: bool = False  # V4
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a row also takes in the tokens of the one before."""
+        return self.placed and self.ratio == OVERLAPPING_RATIO
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """[R, T, D] -> [R, T // ratio, H]: per channel, a softmax-weighted mean of the tokens."""
-        kv = jnp.einsum("rtd,dh->rth", x, self._kernel("kv", x))
+        kv = jnp.einsum("rtd,dh->rth", x, self._kernel("kv", x.shape[-1]))
         if self.ratio > 1:
-            gate = jnp.einsum("rtd,dh->rth", x, self._kernel("gate", x))
-            weight = jax.nn.softmax(self._groups(gate), axis=2)
-            kv = jnp.sum(weight * self._groups(kv), axis=2).astype(x.dtype)
+            gate = jnp.einsum("rtd,dh->rth", x, self._kernel("gate", x.shape[-1]))
+            gate, kv = self._groups(gate), self._groups(kv)
+            if self.placed:
+                gate = gate + self._kernel("bias", self.ratio).astype(jnp.float32)
+            if self.overlaps:
+                gate, kv = self._with_previous(gate, -jnp.inf), self._with_previous(kv, 0.0)
+            kv = jnp.sum(jax.nn.softmax(gate, axis=2) * kv, axis=2).astype(x.dtype)
         return RmsNorm(self.norm_eps, round_last=True, name="norm")(kv)
 
-    def _kernel(self, name: str, x: jax.Array) -> jax.Array:
-        return self.param(name, KERNEL_INIT, (x.shape[-1], self.head_dim))
+    def _kernel(self, name: str, inputs: int) -> jax.Array:
+        channels = self.head_dim * (2 if self.overlaps else 1)
+        return self.param(name, KERNEL_INIT, (inputs, channels))
+
+    def _with_previous(self, x: jax.Array, filler: float) -> jax.Array:
+        """[R, C, ratio, 2H] -> [R, C, 2 ratio, H]; nothing comes before the first group."""
+        before = jnp.pad(
+            x[:, :-1, :, : self.head_dim], ((0, 0), (1, 0), (0, 0), (0, 0)), constant_values=filler
+        )
+        return jnp.concatenate([before[:, : x.shape[1]], x[..., self.head_dim :]], axis=2)
 
     def _groups(self, x: jax.Array) -> jax.Array:
         """[R, T // ratio, ratio, H] in float32; tokens of an unfinished group are left out."""
@@ -222,7 +248,11 @@ class TargetAttention(nn.Module):
         o_a = self.param("o_a", KERNEL_INIT, (groups, heads // groups * head_dim, cfg.o_lora_rank))
         o_b = self.param("o_b", KERNEL_INIT, (groups, cfg.o_lora_rank, width))
         latent_q = self._norm("q_norm")(jnp.einsum("rtd,dq->rtq", x, q_a))
-        q = rotate_tail(jnp.einsum("rtq,qnh->rtnh", latent_q, q_b), angles)
+        q = jnp.einsum("rtq,qnh->rtnh", latent_q, q_b)
+        if not cfg.single_pass:
+            size = jnp.mean(jnp.square(q.astype(jnp.float32)), axis=-1, keepdims=True)
+            q = (q * jax.lax.rsqrt(size + _QUERY_EPS)).astype(x.dtype)
+        q = rotate_tail(q, angles)
         rows = self._norm("kv_norm")(jnp.einsum("rtd,dh->rth", x, kv))
         rows = rotate_tail(rows[..., None, :], angles)[..., 0, :]
         at = jnp.arange(x.shape[1])
@@ -247,14 +277,7 @@ class TargetAttention(nn.Module):
         """Makes rows and keys, and chooses among them, where this layer is a source."""
         cfg, ratio = self.config, self.config.compress_ratios[self.layer]
         if self.layer in cfg.kv_source_layer_ids:
-            latents = Compressor(ratio, cfg.head_dim, cfg.rms_norm_eps, name="compressor")(x)
-            first = angles[:, ::ratio][:, : latents.shape[1]]  # a row is rotated as its first token
-            keys = IndexKeys(cfg.index_head_dim, cfg.rms_norm_eps, name="index_keys")
-            compressed = Compressed(
-                rows=rotate_tail(latents[..., None, :], first)[..., 0, :],
-                index_keys=keys(latents, first),
-                chosen=jnp.zeros((*x.shape[:2], latents.shape[1]), bool),
-            )
+            compressed = self._make_rows(x, angles)
         if self.layer not in cfg.index_source_layer_ids:
             return compressed
         index = IndexScores(cfg.index_n_heads, cfg.index_head_dim, name="index_scores")
@@ -269,3 +292,24 @@ class TargetAttention(nn.Module):
             )
             compressed = compressed.replace(candidates=candidates)
         return compressed.replace(chosen=choose_rows(scores, allowed, cfg.index_topk))
+
+    def _make_rows(self, x: jax.Array, angles: jax.Array) -> Compressed:
+        """Rows and, for a choice among them, keys: of their values in V4.1, on their own in V4."""
+        cfg, ratio = self.config, self.config.compress_ratios[self.layer]
+        settings = dict(ratio=ratio, norm_eps=cfg.rms_norm_eps, placed=not cfg.single_pass)
+        latents = Compressor(head_dim=cfg.head_dim, name="compressor", **settings)(x)
+        first = angles[:, ::ratio][:, : latents.shape[1]]  # a row is rotated as its first token
+        keys = None
+        if cfg.single_pass:
+            keys = IndexKeys(cfg.index_head_dim, cfg.rms_norm_eps, name="index_keys")(
+                latents, first
+            )
+        elif self.layer in cfg.index_source_layer_ids:
+            keys = Compressor(head_dim=cfg.index_head_dim, name="index_keys", **settings)(x)
+            keys = rotate_tail(keys[..., None, :], first)[..., 0, :]
+        visible = complete_rows(x.shape[1], latents.shape[1], ratio)
+        return Compressed(
+            rows=rotate_tail(latents[..., None, :], first)[..., 0, :],
+            index_keys=keys,
+            chosen=jnp.broadcast_to(visible, (x.shape[0], *visible.shape)),
+        )

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.config_deepseek import EngramConfig
+from dspark_jax.config_deepseek_target import EngramConfig
 from dspark_jax.layers import KERNEL_INIT
 
 _SEED_STEP = 10007

@@ -1,4 +1,4 @@
-"""The V4.1 target once more, in float64 NumPy: one token at a time, over what a cache would hold.
+"""V4 and V4.1 targets once more, in float64 NumPy: token by token, over what a cache would hold.
 
 Reads the checkpoint's own tensors by their own names, and shares no code with the package.
 """
@@ -11,9 +11,10 @@ from tests.parity.deepseek_twin import Twin
 class TargetTwin(Twin):
     """One sequence. `hf` is the flat text config, `classes` Engram's class of every token."""
 
-    def __init__(self, hf: dict, tensors: dict, classes: np.ndarray):
+    def __init__(self, hf: dict, tensors: dict, family: str, classes: np.ndarray):
         own = {name: value for name, value in hf.items() if not name.startswith("dspark_num")}
-        super().__init__(own, tensors, "deepseek_v41", stages=0)
+        super().__init__(own, tensors, family, stages=0)
+        self.v4, self.engrams = family == "deepseek_v4", hf.get("engram_layer_ids") or []
         self.classes, self.history, self.chose_all = classes, [], True
         layers = range(hf["num_hidden_layers"])
         self.windows = {i: [] for i in layers}
@@ -26,19 +27,38 @@ class TargetTwin(Twin):
         streams, pre, taps = np.stack([self.t["embed.weight"][token]] * n), np.eye(n)[0], []
         shared = {"candidates": None}
         for i in range(hf["num_hidden_layers"]):
-            if i in hf["engram_layer_ids"]:
+            if i in self.engrams:
                 streams = self._engram(streams, i)
-            if i in hf["dspark_target_layer_ids"]:
+            if i in hf["dspark_target_layer_ids"] and not self.v4:
                 taps.append(streams.mean(axis=0))
             name = f"layers.{i}."
             mix = self._mix(streams, name + "hc_attn_")
-            x = self._norm(pre @ streams, name + "attn_norm.weight")
+            x = self._norm((mix[0] if self.v4 else pre) @ streams, name + "attn_norm.weight")
             streams, pre = self._write(self._attend(x, i, p, shared), streams, mix), mix[0]
             mix = self._mix(streams, name + "hc_ffn_")
-            x = self._experts(self._norm(pre @ streams, name + "ffn_norm.weight"), name + "ffn.")
+            x = self._norm((mix[0] if self.v4 else pre) @ streams, name + "ffn_norm.weight")
+            x = (
+                self._hashed(x, token, name)
+                if name + "ffn.gate.tid2eid" in self.t
+                else (self._experts(x, name + "ffn."))
+            )
             streams, pre = self._write(x, streams, mix), mix[0]
+            if i in hf["dspark_target_layer_ids"] and self.v4:
+                taps.append(streams.mean(axis=0))
+        if self.v4:
+            pre = self._gates(streams, "hc_head_", slice(0, n), 0)
         hidden = self._norm(pre @ streams, "norm.weight")
         return self.t["head.weight"] @ hidden, np.concatenate(taps)
+
+    def _hashed(self, x: np.ndarray, token: int, name: str) -> np.ndarray:
+        """Experts by the token's row of a table."""
+        t, chosen = self.t, self.t[name + "ffn.gate.tid2eid"][token].astype(int)
+        scores = np.sqrt(np.log1p(np.exp(t[name + "ffn.gate.weight"] @ x)))[chosen]
+        scores = scores / scores.sum() * self.hf["routed_scaling_factor"]
+        out = self._expert(x, name + "ffn.shared_experts.")
+        for e, weight in zip(chosen, scores, strict=True):
+            out = out + weight * self._expert(x, f"{name}ffn.experts.{e}.")
+        return out
 
     def _attend(self, x: np.ndarray, i: int, p: int, shared: dict) -> np.ndarray:
         hf, t, name = self.hf, self.t, f"layers.{i}.attn."
@@ -49,15 +69,20 @@ class TargetTwin(Twin):
         low = self._norm(t[name + "wq_a.weight"] @ x, name + "q_norm.weight")
         seen = self.windows[i][-hf["sliding_window"] :]
         if ratio:
-            if i in hf["kv_source_layer_ids"]:
+            if self.v4:
+                self._make_rows(x, i, p)
+                shared.update(source=i, chosen=range(len(self.rows[i])))
+            elif i in hf["kv_source_layer_ids"]:
                 shared.update(source=i, candidates=None)
                 self._make_row(x, i, p)
-            if i in hf["index_source_layer_ids"]:
+            if ratio == 4 if self.v4 else i in hf["index_source_layer_ids"]:
                 self._choose(x, low, i, p, shared)
             seen = seen + [self.rows[shared["source"]][j] for j in shared["chosen"]]
         seen, q = np.stack(seen), (t[name + "wq_b.weight"] @ low).reshape(heads, size)
         done = []
         for head in range(heads):
+            if self.v4:
+                q[head] = q[head] / np.sqrt((q[head] ** 2).mean() + 1e-6)
             weights = np.exp(seen @ self._turn(q[head], p, turn) / np.sqrt(size))
             weights = weights / (weights.sum() + np.exp(t[name + "attn_sink"][head]))
             done.append(self._turn(weights @ seen, -p, turn))
@@ -83,6 +108,35 @@ class TargetTwin(Twin):
         key = self._norm(t[name + "indexer.wk.weight"] @ latent, name + "indexer.k_norm.weight")
         self.keys[i].append(self._turn(key, at, theta))
 
+    def _make_rows(self, x: np.ndarray, i: int, p: int) -> None:
+        """V4: rows and keys made alike, of the tokens before as well if a row has four."""
+        hf, ratio = self.hf, self.hf["compress_ratios"][i]
+        self.groups[i].append(x)
+        if (p + 1) % ratio:
+            return
+        at, name = p + 1 - ratio, f"layers.{i}.attn."
+        made = [(self.rows, "compressor.", hf["head_dim"])]
+        if ratio == 4:
+            made.append((self.keys, "indexer.compressor.", hf["index_head_dim"]))
+        for kept, part, size in made:
+            row = self._pool(i, ratio, name + part, size)
+            kept[i].append(self._turn(row, at, hf["compress_rope_theta"]))
+
+    def _pool(self, i: int, ratio: int, name: str, size: int) -> np.ndarray:
+        t, values, weights = self.t, [], []
+        for age, first in ((0, -2 * ratio), (1, -ratio)):
+            group = self.groups[i][first : first + ratio or None]
+            if age == 0 and (ratio != 4 or len(self.groups[i]) == ratio):
+                continue
+            for place, x in enumerate(group):
+                value = t[name + "wkv.weight"] @ x
+                gate = t[name + "wgate.weight"] @ x + t[name + "ape"][place]
+                half = slice(age * size, (age + 1) * size) if ratio == 4 else slice(None)
+                values.append(value[half])
+                weights.append(np.exp(gate[half]))
+        pooled = (np.stack(values) * weights).sum(axis=0) / np.sum(weights, axis=0)
+        return self._norm(pooled, name + "norm.weight")
+
     def _choose(self, x: np.ndarray, low: np.ndarray, i: int, p: int, shared: dict) -> None:
         hf, t, name = self.hf, self.t, f"layers.{i}.attn.indexer."
         heads, size, theta = hf["index_n_heads"], hf["index_head_dim"], hf["compress_rope_theta"]
@@ -98,7 +152,7 @@ class TargetTwin(Twin):
         own = [j for j in own if allowed is None or j in allowed]
         shared["chosen"] = sorted(own[: hf["index_topk"]])
         self.chose_all &= len(own) <= hf["index_topk"]
-        if i == hf["candidate_source_layer_id"] and scores:
+        if i == hf.get("candidate_source_layer_id") and scores:
             step = hf["candidate_block_size"]
             blocks = {}
             for j, score in scores.items():
@@ -110,7 +164,7 @@ class TargetTwin(Twin):
     def _engram(self, streams: np.ndarray, i: int) -> np.ndarray:
         hf, t, name = self.hf, self.t, f"layers.{i}.engram."
         place, most, heads = (
-            hf["engram_layer_ids"].index(i), hf["engram_max_ngram_size"], hf["engram_n_heads"],
+            self.engrams.index(i), hf["engram_max_ngram_size"], hf["engram_n_heads"],
         )  # fmt: skip
         primes = iter(self.primes()[place * (most - 1) * heads :])
         pad = int(self.classes[hf["engram_pad_token_id"]])

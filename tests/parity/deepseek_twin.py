@@ -148,9 +148,7 @@ class Twin:
     def _write(self, y: np.ndarray, r: np.ndarray, mix: tuple) -> np.ndarray:
         _, post, comb = mix
         n = len(r)
-        return np.stack(
-            [post[k] * y + sum(comb[j, k] * r[j] for j in range(n)) for k in range(n)]
-        )
+        return np.stack([post[k] * y + sum(comb[j, k] * r[j] for j in range(n)) for k in range(n)])
 
     def _norm(self, x: np.ndarray, name: str) -> np.ndarray:
         return x / np.sqrt((x**2).mean() + self.hf["rms_norm_eps"]) * self.t[name]

@@ -19,7 +19,7 @@ from dspark_jax.checkpoint.engram_classes import class_tokens
 from dspark_jax.checkpoint.quantized import DequantisingReader
 from dspark_jax.checkpoint.rules import check_stored, stored_tensors
 from dspark_jax.checkpoint.safetensors import save_tensors
-from dspark_jax.target.deepseek_v41 import DeepseekV41Target
+from dspark_jax.target.deepseek import DeepseekTarget
 from dspark_jax.target.engram import check_tables, hash_offsets, hash_primes
 from tests.parity.deepseek_target_models import target_config, target_hf, write_target
 
@@ -90,10 +90,13 @@ def test_engram_tables_have_the_released_sizes():
     check_tables(config)
 
 
-def test_back_to_the_original_bytes():
-    classes = load_file(GOLDEN / "v41_tiny" / "outputs.safetensors")["engram_hash.token_map"]
-    config, params = load_deepseek_target(GOLDEN / "v41_tiny", token_classes=classes)
-    stored = load_file(GOLDEN / "v41_tiny" / "model.safetensors")
+@pytest.mark.parametrize("name", ["v41_tiny", "v4_tiny"])
+def test_back_to_the_original_bytes(name):
+    config, params = load_deepseek_target(GOLDEN / name, token_classes=np.arange(256) // 2)
+    stored = load_file(GOLDEN / name / "model.safetensors")
+    table = stored.pop("layers.0.ffn.gate.tid2eid", None)
+    if table is not None:
+        np.testing.assert_array_equal(params["layers"][0]["moe"]["expert_ids"], table)
     expected = {key: value for key, value in stored.items() if not key.startswith("mtp.")}
     back = stored_tensors(params, target_rules(config))
     assert back.keys() == expected.keys()
@@ -237,9 +240,39 @@ def test_bad_configs_are_refused(changes, message):
 def test_a_table_that_the_hash_reaches_beyond_is_refused():
     config = target_config(engram_num_embeddings=[151, 224])
     with pytest.raises(ValueError, match="gives layer 1 151 rows, but its hash reaches 152"):
-        DeepseekV41Target(config=config)
+        DeepseekTarget(config=config)
 
 
 def test_other_families_are_refused():
-    with pytest.raises(ValueError, match="model_type='deepseek_v4'; the target is implemented for"):
-        load_deepseek_target(GOLDEN / "v4_tiny")
+    with pytest.raises(ValueError, match="model_type='qwen3'; expected one of"):
+        load_deepseek_target(GOLDEN / "qwen3_vanilla" / "target")
+
+
+TABLE = "layers.1.ffn.gate.tid2eid"
+TABLES = {
+    "missing": (lambda t: t.pop(TABLE), rf"lacks {TABLE}, its experts' table"),
+    "shape": (
+        lambda t: t.update({TABLE: t[TABLE][:, :2].copy()}),
+        r"is I32 \[61, 2\]; expected integers of shape \[61, 3\]",
+    ),
+    "type": (lambda t: t.update({TABLE: t[TABLE].astype(np.float32)}), r"is F32 \[61, 3\]"),
+    "range": (lambda t: t.update({TABLE: t[TABLE] + 5}), r"names experts 5\.\.11; this model has"),
+    "bias of a hashed layer": (
+        lambda t: t.update({"layers.1.ffn.gate.bias": np.zeros(7, np.float32)}),
+        r"unexpected tensor layers\.1\.ffn\.gate\.bias",
+    ),
+    "places": (
+        lambda t: t.pop("layers.3.attn.indexer.compressor.ape"),
+        r"missing tensor layers\.3\.attn\.indexer\.compressor\.ape",
+    ),
+    "last sum": (lambda t: t.pop("hc_head_base"), "missing tensor hc_head_base"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), TABLES.values(), ids=TABLES.keys())
+def test_what_does_not_fit_v4_is_named(tmp_path, rng, change, message):
+    _, tensors = write_target(tmp_path, rng, "deepseek_v4")
+    change(tensors)
+    save_tensors(tmp_path / "model.safetensors", tensors)
+    with pytest.raises(ValueError, match=message):
+        load_deepseek_target(tmp_path)

@@ -1,12 +1,12 @@
-"""The language model of DeepSeek V4.1, whole sequences at a time.
+"""The language models of DeepSeek V4 and V4.1, whole sequences at a time.
 
 A reference: it holds no cache, so every call computes all positions from 0 on, in memory that
 grows with the square of their number, on one device. Being causal, one call gives what a prefill
 and any number of decode steps after it give. It is what a target with caches has to agree with,
 and what drafts are checked against; it does not serve. Text only: image tokens are not known.
 
-Index keys are at hand for every token, as in the reference's prefill. (The reference's decode
-steps score stale keys between two complete rows.)
+Index keys are at hand for every token, as in the reference's prefill. (The decode steps of V4.1's
+reference score stale keys between two complete rows.) Caches are not rounded to FP8 or FP4.
 """
 
 import dataclasses
@@ -15,9 +15,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from dspark_jax.config_deepseek import DeepseekTargetConfig
+from dspark_jax.config_deepseek_target import DeepseekTargetConfig
 from dspark_jax.hyper_connections import (
     HyperConnection,
+    StreamHead,
     first_stream,
     read_streams,
     write_streams,
@@ -26,15 +27,16 @@ from dspark_jax.layers import RmsNorm, rope_angles, score_vocabulary
 from dspark_jax.moe import DeepseekMoe
 from dspark_jax.target.compressed import Compressed, TargetAttention
 from dspark_jax.target.engram import Engram, check_tables
+from dspark_jax.target.hashed_moe import HashedMoe
 from dspark_jax.types import Params, SharedHead
 
 
 class TargetBlock(nn.Module):
     """One layer: hyper-connections around attention, then around experts.
 
-    Each sublayer reads with the weights of the one before it.
+    In V4.1 each sublayer reads with the weights of the one before it.
 
-    Source: DeepSeek V4.1 inference code, `Block`.
+    Source: DeepSeek V4 and V4.1 inference code, `Block`.
     """
 
     config: DeepseekTargetConfig
@@ -42,27 +44,32 @@ class TargetBlock(nn.Module):
 
     @nn.compact
     def __call__(
-        self, residual: jax.Array, pre: jax.Array, angles: jax.Array, compressed: Compressed | None
-    ) -> tuple[jax.Array, jax.Array, Compressed | None]:
+        self, residual: jax.Array, pre: jax.Array, angles: jax.Array,
+        compressed: Compressed | None, tokens: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, Compressed | None]:  # fmt: skip
         """Runs all tokens of a sequence.
 
         Args:
           residual: [R, T, n, D], n streams.
-          pre: f32[R, T, n], weights the last sublayer before this layer left.
+          pre: f32[R, T, n], weights the last sublayer before this layer left; V4 ignores them.
           angles: f32[1, T, 2, rope/2].
           compressed: what the layers before left.
+          tokens: i32[R, T].
 
         Returns:
           The residual, the weights for the sublayer that follows, and the compressed context.
         """
-        cfg = self.config
+        cfg, delayed = self.config, self.config.single_pass
         mix = self._mix("attn_mix")(residual)
-        x = self._norm("attn_norm")(read_streams(residual, pre))
+        x = self._norm("attn_norm")(read_streams(residual, pre if delayed else mix.pre))
         x, compressed = TargetAttention(cfg, self.layer, name="attn")(x, angles, compressed)
         residual, pre = write_streams(x, residual, mix), mix.pre
         mix = self._mix("ffn_mix")(residual)
-        x = self._norm("ffn_norm")(read_streams(residual, pre))
-        x = DeepseekMoe(cfg.moe, name="moe")(x)
+        x = self._norm("ffn_norm")(read_streams(residual, pre if delayed else mix.pre))
+        if self.layer < cfg.num_hash_layers:
+            x = HashedMoe(cfg.moe, cfg.vocab_size, name="moe")(x, tokens)
+        else:
+            x = DeepseekMoe(cfg.moe, name="moe")(x)
         return write_streams(x, residual, mix), mix.pre, compressed
 
     def _mix(self, name: str) -> HyperConnection:
@@ -77,11 +84,11 @@ class TargetBlock(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DeepseekV41Target:
-    """A V4.1 target as functions of its parameters.
+class DeepseekTarget:
+    """A V4 or V4.1 target as functions of its parameters.
 
-    The tree: embedding and head [V, D], norm, layers (a tuple; `engram` in some of them) and, with
-    Engram, token_classes i32[V].
+    The tree: embedding and head [V, D], norm, layers (a tuple; `engram` in some of them); with
+    Engram token_classes i32[V], and in V4 hc_head.
     """
 
     config: DeepseekTargetConfig
@@ -103,12 +110,13 @@ class DeepseekV41Target:
             changes nothing before it.
 
         Returns:
-          f32[R, T, V] and [R, T, M*D]: the mean of the streams that enter each tapped layer.
+          f32[R, T, V] and [R, T, M*D]: the mean of the streams that enter each tapped layer in
+          V4.1, that leave it in V4.
 
         Raises:
           ValueError: T is 0 or beyond `max_position_embeddings`.
 
-        Source: DeepSeek V4.1 inference code, `Transformer`.
+        Source: DeepSeek V4 and V4.1 inference code, `Transformer`.
         """
         cfg, length = self.config, tokens.shape[1]
         if not 1 <= length <= cfg.max_position_embeddings:
@@ -126,17 +134,27 @@ class DeepseekV41Target:
         pre, compressed, taps = first_stream(residual), None, []
         for i, layer in enumerate(params["layers"]):
             residual = self._add_engram(params, i, residual, tokens)
-            if i in cfg.tap_layer_ids:
-                taps.append(residual.astype(jnp.float32).mean(axis=2).astype(x.dtype))
+            entering = residual
             angles = other if cfg.compress_ratios[i] else plain
             own = {name: value for name, value in layer.items() if name != "engram"}
             residual, pre, compressed = TargetBlock(cfg, i).apply(
-                {"params": own}, residual, pre, angles, compressed
+                {"params": own}, residual, pre, angles, compressed, tokens
             )
+            if i in cfg.tap_layer_ids:
+                tapped = entering if cfg.single_pass else residual
+                taps.append(tapped.astype(jnp.float32).mean(axis=2).astype(x.dtype))
         norm = RmsNorm(cfg.rms_norm_eps, round_last=True)
-        hidden = norm.apply({"params": params["norm"]}, read_streams(residual, pre))
+        hidden = norm.apply({"params": params["norm"]}, self._collapse(params, residual, pre))
         features = jnp.concatenate(taps, axis=-1) if taps else x[..., :0]
         return score_vocabulary(hidden, params["head"]), features
+
+    def _collapse(self, params: Params, residual: jax.Array, pre: jax.Array) -> jax.Array:
+        """The last sum over the streams."""
+        cfg = self.config
+        if cfg.single_pass:
+            return read_streams(residual, pre)
+        head = StreamHead(streams=cfg.hc_mult, norm_eps=cfg.rms_norm_eps, eps=cfg.hc_eps)
+        return head.apply({"params": params["hc_head"]}, residual)
 
     def _add_engram(
         self, params: Params, layer: int, residual: jax.Array, tokens: jax.Array
