@@ -23,7 +23,9 @@ from dspark_jax.cli import (
     run_main,
     say,
 )
+from dspark_jax.engine.load import Pair
 from dspark_jax.engine.record import RecordingEngine
+from dspark_jax.engine.requests import Sequence
 from dspark_jax.eval.compare import chat_requests, read_prompts
 
 
@@ -44,10 +46,9 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def collect(args: argparse.Namespace) -> Traces:
-    """Decodes the prompts and returns their rounds."""
+def collect(args: argparse.Namespace, pair: Pair) -> tuple[Traces, list[Sequence]]:
+    """Decodes the prompts and returns their rounds, and what was written, by prompt."""
     prompts = [p for path in args.prompts for p in read_prompts(path, args.num_prompts)]
-    pair = pair_from(args)
     options = comparison_from(args, batch=args.batch)
     schedule = dataclasses.replace(options.schedule, probe_every=1)  # verifies whole blocks
     requests = chat_requests(pair, prompts, options)
@@ -61,7 +62,7 @@ def collect(args: argparse.Namespace) -> Traces:
         "rejection_sample_method": args.rejection_sample_method,
         "dataset": ", ".join(Path(path).name for path in args.prompts),
     }  # fmt: skip
-    return engine.record(requests, source, say)
+    return engine.record(requests, source, say), engine.recorded
 
 
 def table(before: dict[str, list], after: dict[str, list], temperatures: np.ndarray) -> str:
@@ -91,7 +92,10 @@ def main() -> None:
         raise ValueError("give either --prompts to decode or --load-traces to reuse.")
     if not 0.0 < args.fit_share < 1.0:
         raise ValueError(f"--fit-share={args.fit_share} must lie between 0 and 1.")
-    traces = load_traces(args.load_traces) if args.load_traces else collect(args)
+    if args.load_traces:
+        traces = load_traces(args.load_traces)
+    else:
+        traces, _ = collect(args, pair_from(args))
     if args.save_traces:
         traces.save(args.save_traces)
     fit, held_out = traces.split(args.fit_share, args.seed)

@@ -21,10 +21,15 @@ class _Round:
 
 
 class RecordingEngine(Engine):
-    """Decodes as `Engine` does; `record` returns the rounds. Arguments as for `Engine`."""
+    """Decodes as `Engine` does; `record` returns the rounds. Arguments as for `Engine`.
+
+    Attributes:
+      recorded: the sequences of the last `record`, by prompt.
+    """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
+        self.recorded: list[Sequence] = []
         self._rounds: list[_Round] = []
         self.on_round = self._keep
 
@@ -62,7 +67,7 @@ class RecordingEngine(Engine):
                 f"confidence_source={schedule.confidence_source!r}."
             )
         self._rounds = []
-        sequences = [self.submit(request) for request in requests]
+        sequences = self.recorded = [self.submit(request) for request in requests]
         done = 0
         while self.has_work:
             ended = sum(emission.finish_reason is not None for emission in self.step())
