@@ -8,6 +8,8 @@ rows before it and no others. A prompt of P tokens therefore prefills P - 1 rows
 token is the first anchor.
 """
 
+import functools
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from dspark_jax.acceptance import accept, sample_undrafted
 from dspark_jax.draft.propose import propose
 from dspark_jax.history import bypasses, is_probe, remember
 from dspark_jax.kv_cache import KVCache, write_rows
+from dspark_jax.pending import keep_row, settle
 from dspark_jax.sampling import (
     sample_plain,
 )
@@ -139,24 +142,27 @@ def decode_round(
     def drafted() -> _Turn:
         return _drafted(decoder, params, state, tables, view, evidence, buckets)
 
-    if decoder.schedule.min_predicted_gain is None:
+    if state.pending is None:
         turn = drafted()
     else:
+        pending, context_kv = settle(
+            state.pending, state.context_kv,
+            functools.partial(decoder.draft.context_kv, params.draft),
+            needed=~bypassed, active=view.active, end=view.anchor_pos,
+        )  # fmt: skip
+        state = state.replace(context_kv=context_kv, pending=pending)
         turn = jax.lax.cond(
             bypassed, lambda: _undrafted(decoder, params, state, view, evidence), drafted
         )
     plan, result = turn.plan, turn.result
     with jax.named_scope("commit"):
         kept = jnp.where(view.active, result.accept_len + 1, 0)
-        where = dict(first_slot=0, start=view.anchor_pos, count=kept)
-        target_kv = write_rows(state.target_kv, turn.new_k, turn.new_v, **where)
-        context_kv = write_rows(state.context_kv, turn.context_k, turn.context_v, **where)
+        state = _store(state, turn, view, kept, bypassed)
         history = remember(
             state.history, active=view.active, bypassed=bypassed,
             confidence=plan.confidence, verify_len=plan.verify_len, accept_len=result.accept_len,
         )  # fmt: skip
-        state = state.replace(target_kv=target_kv, context_kv=context_kv, history=history)
-        state = commit(state, view, result)
+        state = commit(state.replace(history=history), view, result)
     offset = jnp.arange(decoder.num_drafts + 1)
     drafts = jnp.pad(turn.draft_tokens, ((0, 0), (0, 1)))
     tokens = jnp.where(offset == result.accept_len[:, None], result.bonus_token[:, None], drafts)
@@ -178,16 +184,26 @@ class _Plan:
 
 
 @flax.struct.dataclass
+class _BlockRows:
+    """What a round with drafts adds to the caches, beside the target's rows of the anchors."""
+
+    new_k: jax.Array  # [L, R, K, G, H], the target's, of the drafts
+    new_v: jax.Array
+    context_k: jax.Array  # [L', R, K+1, ..], the draft's, of anchors and drafts
+    context_v: jax.Array
+
+
+@flax.struct.dataclass
 class _Turn:
     """What a round found out, with or without drafts; nothing is stored yet."""
 
     draft_tokens: jax.Array  # i32[R, K]
     plan: _Plan
     result: AcceptResult
-    new_k: jax.Array  # [L, R, W, G, H], of the target (W = K + 1)
+    new_k: jax.Array  # [L, R, 1, G, H], the target's, of the anchors
     new_v: jax.Array
-    context_k: jax.Array  # [L', R, W, ..], of the draft
-    context_v: jax.Array
+    features: jax.Array  # [R, M*D], tapped states of the anchors
+    block_rows: _BlockRows
     verified_rows: jax.Array  # i32[], flat rows the target computed
 
 
@@ -223,7 +239,7 @@ def _drafted(
 def _undrafted(
     decoder: Decoder, params: PairParams, state: DecodeState, view: SlotView, evidence: Evidence
 ) -> _Turn:
-    """A plain step that also extends the draft's context: all a round without drafts costs."""
+    """A plain step, whose tapped states the draft reads later."""
     with jax.named_scope("target.verify"):
         out = decoder.target.forward(
             params.target, view.anchor[:, None], state.target_kv, cache_len=view.anchor_pos
@@ -234,20 +250,27 @@ def _undrafted(
             logits, sampling=view.sampling, anchor_pos=view.anchor_pos,
             round_index=view.round_index, method=decoder.rejection_sample_method,
         )  # fmt: skip
-    k, v = decoder.draft.context_kv(params.draft, out.context_features, view.anchor_pos[:, None])
-    zeros = jnp.zeros_like(token)
+    zeros, width = jnp.zeros_like(token), decoder.num_drafts + 1
 
-    def wide(rows: jax.Array) -> jax.Array:  # [L, R, 1, ..] -> [L, R, W, ..]
-        return jnp.pad(rows, [(0, decoder.num_drafts * (i == 2)) for i in range(rows.ndim)])
+    def none(like: jax.Array, rows: int) -> jax.Array:  # [L, R, rows, ..]
+        return jnp.zeros((*like.shape[:2], rows, *like.shape[3:]), like.dtype)
 
+    k, v = jax.eval_shape(
+        functools.partial(decoder.draft.context_kv, params.draft),
+        out.context_features, view.anchor_pos[:, None],
+    )  # fmt: skip
     return _Turn(
-        draft_tokens=jnp.zeros((*token.shape, decoder.num_drafts), jnp.int32),
+        draft_tokens=jnp.zeros((*token.shape, width - 1), jnp.int32),
         plan=_Plan(
             verify_len=zeros, confidence=evidence.confidence, presampled=evidence.presampled,
             probe=jnp.zeros((), bool),
         ),
         result=AcceptResult(accept_len=zeros, bonus_token=token),
-        new_k=wide(out.new_k), new_v=wide(out.new_v), context_k=wide(k), context_v=wide(v),
+        new_k=out.new_k, new_v=out.new_v, features=out.context_features[:, 0],
+        block_rows=_BlockRows(
+            new_k=none(out.new_k, width - 1), new_v=none(out.new_v, width - 1),
+            context_k=none(k, width), context_v=none(v, width),
+        ),
         verified_rows=jnp.int32(view.anchor.shape[0]),
     )  # fmt: skip
 
@@ -352,7 +375,11 @@ def _verify(
         k, v = (jax.vmap(packing.unpack)(rows[:, 0]) for rows in context)
         return _Turn(
             draft_tokens=block.draft_tokens, plan=plan, result=result,
-            new_k=out.new_k, new_v=out.new_v, context_k=k, context_v=v,
+            new_k=out.new_k[:, :, :1], new_v=out.new_v[:, :, :1],
+            features=packing.unpack(out.context_features[0])[:, 0],
+            block_rows=_BlockRows(
+                new_k=out.new_k[:, :, 1:], new_v=out.new_v[:, :, 1:], context_k=k, context_v=v
+            ),
             verified_rows=jnp.int32(total),
         )  # fmt: skip
 
@@ -360,6 +387,37 @@ def _verify(
     choice = jnp.searchsorted(jnp.array(buckets), scheduled)
     with jax.named_scope("target.verify"):
         return jax.lax.switch(choice, [lambda total=total: run(total) for total in buckets])
+
+
+def _store(
+    state: DecodeState, turn: _Turn, view: SlotView, kept: jax.Array, bypassed: jax.Array
+) -> DecodeState:
+    """The caches with the first `kept` i32[R] rows of every request."""
+    rows, start = turn.block_rows, view.anchor_pos
+    target_kv = write_rows(
+        state.target_kv, turn.new_k, turn.new_v, first_slot=0, start=start, count=kept
+    )
+
+    def step(_: int, caches: tuple) -> tuple:
+        target_kv, context_kv = caches
+        return (
+            write_rows(
+                target_kv, rows.new_k, rows.new_v, first_slot=0, start=start + 1, count=kept - 1
+            ),
+            write_rows(
+                context_kv, rows.context_k, rows.context_v, first_slot=0, start=start, count=kept
+            ),
+        )
+
+    caches = (target_kv, state.context_kv)
+    if state.pending is None:
+        target_kv, context_kv = step(0, caches)
+        return state.replace(target_kv=target_kv, context_kv=context_kv)
+    # A loop of at most one step: a branch that writes would copy the caches.
+    drafted = (~bypassed).astype(jnp.int32)
+    target_kv, context_kv = jax.lax.fori_loop(0, drafted, step, caches)
+    pending = keep_row(state.pending, turn.features, view.active & bypassed)
+    return state.replace(target_kv=target_kv, context_kv=context_kv, pending=pending)
 
 
 def _after_reading(count: jax.Array, out: TargetOutput) -> jax.Array:

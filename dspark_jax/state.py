@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from dspark_jax.draft.protocol import Draft
 from dspark_jax.history import History, forget, init_history
 from dspark_jax.kv_cache import KVCache, WindowCache
+from dspark_jax.pending import Pending, init_pending
 from dspark_jax.schedule import ScheduleConfig
 from dspark_jax.target.llama import LlamaTarget
 from dspark_jax.types import AcceptResult, SamplingParams
@@ -53,12 +54,13 @@ class DecodeState:
     target_kv: KVCache
     context_kv: KVCache | WindowCache | None  # the draft's view of the context
     anchor: jax.Array  # i32[S], last committed token
-    anchor_pos: jax.Array  # i32[S], its position = valid rows in both caches
+    anchor_pos: jax.Array  # i32[S], its position = valid rows in the caches, pending ones included
     round_index: jax.Array  # i32[S], rounds run by the request
     remaining: jax.Array  # i32[S], tokens still wanted
     active: jax.Array  # bool[S]
     sampling: SamplingParams  # [S]
     history: History | None  # for the schedule
+    pending: Pending | None  # draft context to be made, where rounds may do without drafts
 
 
 def init_state(decoder: Decoder, slots: int, capacity: int, dtype: jnp.dtype) -> DecodeState:
@@ -74,6 +76,9 @@ def init_state(decoder: Decoder, slots: int, capacity: int, dtype: jnp.dtype) ->
       A state with no active slot.
     """
     draft = decoder.draft
+
+    bypassing = draft is not None and decoder.schedule.min_predicted_gain is not None
+    width = len(decoder.target.tap_layer_ids) * decoder.target.config.hidden_size
 
     def ints() -> jax.Array:  # a buffer each: donating one array twice is an error
         return jnp.zeros(slots, jnp.int32)
@@ -94,6 +99,7 @@ def init_state(decoder: Decoder, slots: int, capacity: int, dtype: jnp.dtype) ->
             seed=jnp.zeros(slots, jnp.uint32),
         ),
         history=init_history(decoder.schedule, slots, decoder.num_drafts) if draft else None,
+        pending=init_pending(slots, width, dtype) if bypassing else None,
     )  # fmt: skip
 
 
@@ -126,6 +132,7 @@ def admit(
         active=state.active.at[slot].set(True),
         sampling=jax.tree.map(lambda all_, one: all_.at[slot].set(one), state.sampling, sampling),
         history=forget(state.history, slot) if state.history else None,
+        pending=state.pending and state.pending.replace(count=state.pending.count.at[slot].set(0)),
     )
 
 

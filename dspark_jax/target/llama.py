@@ -230,7 +230,8 @@ class LlamaTarget:
                 values.append(v)
                 if i in self.tap_layer_ids:
                     taps[i] = x
-            new_k, new_v = jnp.stack(keys), jnp.stack(values)
+            # A barrier: fused with what follows, every element would look for its layer.
+            new_k, new_v = jax.lax.optimization_barrier((jnp.stack(keys), jnp.stack(values)))
         hidden = RmsNorm(cfg.rms_norm_eps).apply({"params": params["norm"]}, x)
         features = [taps[i] for i in self.tap_layer_ids]
         context = whole(jnp.concatenate(features, axis=-1)) if features else x[..., :0]

@@ -1,0 +1,115 @@
+"""After rounds without drafts the draft's context is what it would be with drafts all along."""
+
+import functools
+
+import jax
+import numpy as np
+
+from dspark_jax.decode import decode_round, prefill
+from dspark_jax.pending import PENDING_ROWS
+from dspark_jax.schedule import ScheduleConfig
+from dspark_jax.state import Decoder, DecodeState, admit, init_state, release
+from dspark_jax.target.llama import split_layers
+from dspark_jax.types import PairParams, SamplingParams, ScheduleTables
+from tests.engine.test_engine import BLOCK, VOCAB, _models
+
+SLOTS, CAPACITY, WIDTH = 2, 96, 64
+
+
+def _tables(undrafted: float) -> ScheduleTables:
+    """Drafts are free; a round without them is as fast as said."""
+    steps = np.ones(SLOTS * (BLOCK + 1) + 1, np.float32)
+    steps[0] = undrafted
+    ones = np.ones(BLOCK, np.float32)
+    return ScheduleTables(
+        steps_per_s=steps, sts_temperatures=ones, sts_temperatures_presampled=ones,
+        neutral_confidence=ones,
+    )  # fmt: skip
+
+
+class _Slots:
+    """Two slots and what has been said in them."""
+
+    def __init__(self):
+        target, draft = _models()
+        params = split_layers(target.init(jax.random.key(1)))
+        self.params = PairParams(
+            target=params, draft=draft.init(jax.random.key(2)), shared=target.shared_head(params)
+        )
+        decoder = Decoder(
+            target=target, draft=draft, schedule=ScheduleConfig(min_predicted_gain=0.0)
+        )
+        self._empty = functools.partial(init_state, decoder, SLOTS, CAPACITY, np.float32)
+        self._fill = jax.jit(functools.partial(prefill, decoder))
+        self._round = jax.jit(
+            functools.partial(decode_round, decoder, rows=SLOTS, buckets=(SLOTS * (BLOCK + 1),))
+        )
+        self.state, self.texts = self._empty(), [[], []]
+
+    def fill(self, state: DecodeState, slot: int, text: list[int]) -> DecodeState:
+        tokens = np.zeros(WIDTH, np.int32)
+        tokens[: len(text) - 1] = text[:-1]
+        return self._fill(
+            self.params, state, np.int32(slot), tokens, np.int32(0), np.int32(len(text) - 1)
+        )
+
+    def admit(self, slot: int, text: list[int]) -> None:
+        self.state = self.fill(release(self.state, slot), slot, text)
+        greedy = SamplingParams(
+            temperature=np.float32(0), top_k=np.int32(0), top_p=np.float32(1),
+            min_p=np.float32(0), seed=np.uint32(0),
+        )  # fmt: skip
+        self.state = admit(self.state, slot, text[-1], len(text) - 1, 60, greedy)
+        self.texts[slot] = list(text)
+
+    def run(self, rounds: int, undrafted: float) -> list[bool]:
+        bypassed = []
+        for _ in range(rounds):
+            self.state, output = self._round(self.params, self.state, _tables(undrafted))
+            for slot, text in enumerate(self.texts):
+                text += np.asarray(output.tokens[slot, : output.emit_len[slot]]).tolist()
+            bypassed.append(bool(output.bypassed))
+        return bypassed
+
+    def check(self) -> None:
+        """The draft's context against that of the same texts as prompts."""
+        expected = self._empty()
+        for slot, text in enumerate(self.texts):
+            expected = self.fill(expected, slot, text)
+        for slot, text in enumerate(self.texts):
+            rows = len(text) - 1
+            for got, want in zip(
+                jax.tree.leaves(self.state.context_kv), jax.tree.leaves(expected.context_kv),
+                strict=True,
+            ):  # fmt: skip
+                np.testing.assert_allclose(
+                    got[:, slot, :, :rows], want[:, slot, :, :rows], atol=2e-6
+                )
+
+
+def test_context_is_whole_whenever_a_block_is_drafted():
+    rng = np.random.default_rng(0)
+    slots = _Slots()
+    slots.admit(0, rng.integers(1, VOCAB, 5).tolist())
+    slots.admit(1, rng.integers(1, VOCAB, 11).tolist())
+    assert not any(slots.run(2, undrafted=0.0))
+    slots.check()
+    assert all(slots.run(7, undrafted=1e9))
+    assert slots.state.pending.count.tolist() == [7, 7]
+    slots.admit(1, rng.integers(1, VOCAB, 3).tolist())  # what was pending of its slot is forgotten
+    bypassed = slots.run(PENDING_ROWS - 4, undrafted=1e9)
+    assert sum(bypassed) > PENDING_ROWS - 6
+    assert not any(slots.run(1, undrafted=0.0))
+    assert slots.state.pending.count.tolist() == [0, 0]
+    slots.check()
+
+
+def test_a_full_buffer_is_settled_without_drafting():
+    slots = _Slots()
+    slots.admit(0, [1, 2, 3])
+    slots.admit(1, [4, 5, 6, 7])
+    bypassed = slots.run(2 * PENDING_ROWS + 3, undrafted=1e9)
+    assert sum(bypassed) == len(bypassed) - 1  # a recheck after the first 16
+    assert 0 < slots.state.pending.count[0] <= PENDING_ROWS
+    slots.run(1, undrafted=0.0)
+    slots.check()
