@@ -330,6 +330,14 @@ def whole(x: jax.Array) -> jax.Array:
     return constrain(x, *[None] * x.ndim)
 
 
+def constrain_params(params: Any, rules: ShardingRules = RULES) -> Any:
+    """`constrain` for a tree with the names of a parameter tree, such as its gradients."""
+    if not is_split():
+        return params
+    place_leaf = jax.lax.with_sharding_constraint
+    return jax.tree.map(place_leaf, params, param_specs(params, rules=rules))
+
+
 def _model_axes() -> dict[str, int]:
     """Sizes of the axes but `data` of the mesh at hand that the compiler distributes over."""
     mesh = jax.sharding.get_abstract_mesh()

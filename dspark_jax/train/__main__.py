@@ -24,14 +24,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--set", action="append", default=[], metavar="A.B=VALUE", help="override a field"
     )
     parser.add_argument(
-        "--mesh", metavar="data=N", help="devices to split every batch over; sets data_parallel"
-    )
+        "--mesh", metavar="data=N,model=M",
+        help="devices to split every batch, and the draft, over; sets data_parallel and "
+        "model_parallel",
+    )  # fmt: skip
     parser.add_argument(
         "--export", metavar="DIR", help="only write the draft of the newest checkpoint to DIR"
     )
     args = parser.parse_args(argv)
     try:
-        overrides = args.set + ([_data_parallel(args.mesh)] if args.mesh else [])
+        overrides = args.set + (_mesh_overrides(args.mesh) if args.mesh else [])
         config = load_config(args.config, overrides)
         if args.export:
             open_run(config, _say).export(args.export)
@@ -43,14 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if int(trainer.state.step) >= config.steps else 130
 
 
-def _data_parallel(text: str) -> str:
-    """The override that a mesh stands for."""
+def _mesh_overrides(text: str) -> list[str]:
+    """The overrides that a mesh stands for."""
     mesh = parse_mesh(text)
-    if mesh.devices > mesh.data:
+    if mesh.expert > 1:
         raise ValueError(
-            f"--mesh {text}: training splits batches only; give it the axis data alone."
+            f"--mesh {text}: a draft that is trained has no experts to split; give the axes data "
+            "and model."
         )
-    return f"data_parallel={mesh.data}"
+    return [f"data_parallel={mesh.data}", f"model_parallel={mesh.model}"]
 
 
 def _say(line: str) -> None:

@@ -114,7 +114,8 @@ class TrainConfig:
     candidates: CandidateConfig | None = None
     warm_start: WarmStart = WarmStart()
     steps: int  # micro-steps of the whole run
-    data_parallel: int = 1  # devices that a micro-step's batch is split over
+    data_parallel: int = 1  # devices, or groups of them, that a micro-step's batch is split over
+    model_parallel: int = 1  # devices of a group, that draft and vocabulary are split over
     seed: int = 42
     log_every: int = 10
     checkpoint_every: int = 3000
@@ -135,6 +136,8 @@ class TrainConfig:
                 f"data_parallel={self.data_parallel} must divide "
                 f"data.batch_size={self.data.batch_size}."
             )
+        if self.model_parallel < 1:
+            raise ValueError(f"model_parallel={self.model_parallel}; expected at least 1.")
         stored = (self.warm_start.markov, self.warm_start.context, self.draft.draft_vocab_size)
         if any(stored) and self.data.features_dir is None:
             raise ValueError(

@@ -19,6 +19,7 @@ from dspark_jax.train.checkpoints import Checkpoints, has_checkpoint
 from dspark_jax.train.config import TrainConfig
 from dspark_jax.train.export import export_draft
 from dspark_jax.train.prepare import Prepared, prepare
+from dspark_jax.train.spread import compile_on, place_run, train_mesh
 from dspark_jax.train.step import (
     Candidates,
     TrainState,
@@ -54,12 +55,14 @@ class Trainer:
         self.directory.mkdir(parents=True, exist_ok=True)
         self._checkpoints = Checkpoints(self.directory / CHECKPOINTS, keep=config.keep_checkpoints)
         self._batches = make_batches(config, prepared)
-        mesh = data_mesh(config.data_parallel)
-        self._step = jax.jit(
-            functools.partial(train_step, prepared.draft, config.loss, optimizer, mesh=mesh),
-            donate_argnums=0,
-        )
-        self._measure = jax.jit(functools.partial(measure_step, prepared.draft, config.loss))
+        self._frozen = prepared.frozen
+        mesh = train_mesh(data=config.data_parallel, model=config.model_parallel)
+        if mesh is not None:
+            self.state, self._frozen = place_run(mesh, config, self.state, prepared.frozen)
+        step = functools.partial(train_step, prepared.draft, config.loss, optimizer, mesh=mesh)
+        self._step = compile_on(mesh, step, state=self.state)
+        measure = functools.partial(measure_step, prepared.draft, config.loss)
+        self._measure = compile_on(mesh, measure)
         self._sampler = None
         if config.candidates is not None:
             self._sampler = CandidateSampler(
@@ -145,7 +148,7 @@ class Trainer:
             rng = np.random.default_rng([self.config.seed, step])
             candidates = Candidates(*self._sampler.draw(arrays["tokens"], rng))
         self.state, measured = self._step(
-            self.state, self._prepared.frozen, TrainBatch(**arrays), candidates
+            self.state, self._frozen, TrainBatch(**arrays), candidates
         )
         self._anchors += int(arrays["keep"].sum())
         return jax.device_get(measured) | {"steps": 1.0, "tokens": arrays["loss_mask"].sum()}
@@ -155,7 +158,7 @@ class Trainer:
         sums = None
         for arrays in validation_batches(self.config, self._prepared):
             got = jax.device_get(
-                self._measure(self.state.params, self._prepared.frozen, TrainBatch(**arrays))
+                self._measure(self.state.params, self._frozen, TrainBatch(**arrays))
             )
             got |= {"steps": 1.0}
             sums = got if sums is None else jax.tree.map(np.add, sums, got)
@@ -203,22 +206,6 @@ class Trainer:
             prepared.frozen.shared,
             prepared.fingerprint,
         )
-
-
-def data_mesh(count: int) -> jax.sharding.Mesh | None:
-    """A mesh with one axis `data` over the first `count` devices; None for one.
-
-    Raises:
-      ValueError: there are fewer devices.
-    """
-    if count == 1:
-        return None
-    if count > jax.device_count():
-        raise ValueError(
-            f"data_parallel={count}, but there are {jax.device_count()} devices; lower it."
-        )
-    auto = (jax.sharding.AxisType.Auto,)
-    return jax.make_mesh((count,), ("data",), axis_types=auto, devices=jax.devices()[:count])
 
 
 def open_run(config: TrainConfig, progress: Callable[[str], None] = print) -> Trainer:

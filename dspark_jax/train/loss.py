@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from dspark_jax.config import DraftConfig
 from dspark_jax.draft.confidence import confidence_logits
 from dspark_jax.draft.markov import initial_state, markov_step
+from dspark_jax.sharding import constrain, is_split
 from dspark_jax.train.blocks import BlockRows
 from dspark_jax.types import Params
 
@@ -159,7 +160,7 @@ def vocabulary_loss(
     w2 = None
     if latent is not None:
         w2 = params["markov"]["w2"]
-        w2 = w2 if vocabulary.rows is None else w2[vocabulary.rows]
+        w2 = w2 if vocabulary.rows is None else constrain(w2[vocabulary.rows], "vocab", None)
     length = target_hidden.shape[1]
     slots = jnp.minimum(anchors[..., None] + jnp.arange(config.block_size), length - 1)
     learned = _Learned(hidden=hidden, latent=latent, w2=w2, confidence=trust)
@@ -291,8 +292,7 @@ def _group(
     top = jax.lax.stop_gradient(logits.max(axis=-1))
     log_z = top + jnp.log(jnp.exp(logits - top[..., None]).sum(axis=-1))
     known = fixed["labels"] < head.shape[0]
-    index = jnp.minimum(fixed["labels"], head.shape[0] - 1)[..., None]
-    picked = jnp.take_along_axis(logits, index, axis=-1)[..., 0]
+    picked = _pick(logits, jnp.minimum(fixed["labels"], head.shape[0] - 1))
     ce = jnp.where(known, log_z - picked, 0.0)
     l1 = jnp.abs(jnp.exp(logits - log_z[..., None]) - probs).sum(axis=-1)
     accept = jax.lax.stop_gradient(jnp.clip(1.0 - 0.5 * l1, 0.0, 1.0))
@@ -324,6 +324,14 @@ def _group(
             ).sum(),
         }
     return (weights * total).sum() * scale, jax.lax.stop_gradient(measured)
+
+
+def _pick(values: jax.Array, index: jax.Array) -> jax.Array:
+    """values[.., index]; where the last axis is split, without gathering it."""
+    if not is_split():
+        return jnp.take_along_axis(values, index[..., None], axis=-1)[..., 0]
+    chosen = jnp.arange(values.shape[-1]) == index[..., None]
+    return jnp.where(chosen, values, 0).sum(axis=-1)
 
 
 def hidden_loss(

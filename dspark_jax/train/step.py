@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from dspark_jax.draft.dense import DenseDraft
+from dspark_jax.sharding import constrain_params
 from dspark_jax.train.blocks import TrainBatch, block_rows, slot_hidden
 from dspark_jax.train.forward import train_backbone
 from dspark_jax.train.loss import (
@@ -189,12 +190,13 @@ def train_step(
       frozen: what stays.
       batch: sequences, features, anchors.
       candidates: a sampled vocabulary; None scores every row the draft has.
-      mesh: with an axis `data` that the batch is split over; None runs on one device.
+      mesh: with an axis `data` that the batch is split over, and an axis `model` that parameters
+        are (see `place_run`); None runs on one device.
 
     Returns:
       The new state, and the measured sums with `grad_norm`.
     """
-    axis = None if mesh is None else "data"
+    axis = "data" if mesh is not None and mesh.shape["data"] > 1 else None
 
     def gradients(
         params: Params, frozen: Frozen, batch: TrainBatch, candidates: Candidates | None
@@ -210,15 +212,17 @@ def train_step(
             return batch_loss(draft, loss, params, frozen, batch, vocabulary, axis=axis)
 
         (_, measured), grads = jax.value_and_grad(objective, has_aux=True)(params)
+        grads = constrain_params(grads)
         return (grads, measured) if axis is None else jax.lax.psum((grads, measured), axis)
 
-    if mesh is not None:
+    if axis is not None:
         whole, split = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data")
         gradients = jax.shard_map(
             gradients,
             mesh=mesh,
             in_specs=(whole, whole, split, whole),
             out_specs=whole,
+            axis_names={"data"},  # the compiler splits the rest over `model`
             check_vma=False,  # sums are made explicit above
         )
     grads, measured = gradients(state.params, frozen, batch, candidates)

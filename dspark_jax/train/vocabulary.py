@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
+from dspark_jax.sharding import constrain
 from dspark_jax.train.loss import Vocabulary
 from dspark_jax.types import SharedHead
 
@@ -117,4 +118,5 @@ def candidate_vocabulary(
     size, count = shared.head.shape[0], rows.shape[0]
     index = jnp.full(size + 1, count, jnp.int32).at[rows].set(jnp.arange(count, dtype=jnp.int32))
     row_of = index[:size] if shared.draft_ids is None else index[shared.draft_ids]
-    return Vocabulary(head=shared.head[rows], row_of=row_of, log_weight=log_weight, rows=rows)
+    head = constrain(shared.head[rows], "vocab", None)
+    return Vocabulary(head=head, row_of=row_of, log_weight=log_weight, rows=rows)

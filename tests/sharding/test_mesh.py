@@ -152,6 +152,6 @@ def test_without_a_mesh_nothing_is_asked_of_the_compiler():
     assert "sharding" not in jax.jit(lambda x: constrain(x, None, "vocab")).lower(x).as_text()
 
 
-def test_training_takes_the_axis_data_alone(capsys, tmp_path):
-    assert train_main(["--config", str(tmp_path / "c.py"), "--mesh", "data=2,model=2"]) == 1
-    assert "give it the axis data alone" in capsys.readouterr().err
+def test_training_has_no_experts_to_split(capsys, tmp_path):
+    assert train_main(["--config", str(tmp_path / "c.py"), "--mesh", "data=2,expert=2"]) == 1
+    assert "give the axes data and model" in capsys.readouterr().err

@@ -11,8 +11,8 @@ import pytest
 from dspark_jax.checkpoint.draft_vocab import reduce_vocabulary
 from dspark_jax.train.blocks import block_rows
 from dspark_jax.train.forward import train_backbone
-from dspark_jax.train.loop import data_mesh
 from dspark_jax.train.loss import LossConfig, hidden_loss, loss_weights
+from dspark_jax.train.spread import train_mesh
 from dspark_jax.train.step import (
     Frozen,
     OptimizerConfig,
@@ -249,7 +249,7 @@ def test_a_step_on_eight_devices_equals_a_step_on_one(rng):
         return jax.jit(part)(state, frozen, batch, None)
 
     one, sums = step(None)
-    eight, other = step(data_mesh(8))
+    eight, other = step(train_mesh(data=8))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), sums, other)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), one.params, eight.params)
 
