@@ -2,7 +2,8 @@
 
 The rules themselves are in `verify.py`, on log-probabilities. On a TPU a kernel reads the logits
 instead, each once, and nothing of the size of the vocabulary is written; it serves every batch
-in which no request drops tokens, under all rules but `block`.
+in which no request drops tokens, under all rules but `block`, where the vocabulary is whole: split
+over devices, its exchanges inside a branch of the round are more than the compiler for TPU7x takes.
 """
 
 import functools
@@ -23,7 +24,7 @@ from dspark_jax.sampling import (
     sample_plain,
     warp,
 )
-from dspark_jax.sharding import axis_size, spec_here
+from dspark_jax.sharding import axis_size
 from dspark_jax.types import AcceptResult, Block, Packing, SamplingParams, SharedHead
 from dspark_jax.verify import accept_block, accept_coupled, accept_standard
 from pallas_kernels.dispatch import on_tpu, per_shard
@@ -61,13 +62,16 @@ def accept(
     keys = dict(sampling=sampling, anchor_pos=anchor_pos, round_index=round_index)
     reference = functools.partial(_reference, **keys, shared=shared, method=method)
     operands = (block, target_logits, packing, verify_len)
-    if method == "block":
+    if method == "block" or axis_size("vocab") > 1:
         return reference(*operands)
-    kernel = functools.partial(_fused, **keys, shared=shared, method=method)
+    kernels = [
+        functools.partial(_fused, **keys, shared=shared, method=name) for name in ("greedy", method)
+    ]
 
     def on_chip(*operands: Any) -> AcceptResult:
         dropping = (sampling.top_k > 0) | (sampling.top_p < 1.0) | (sampling.min_p > 0.0)
-        return jax.lax.cond(jnp.any(dropping), reference, kernel, *operands)
+        case = jnp.where(any_sampled(sampling), 1 + jnp.any(dropping), 0)
+        return jax.lax.switch(case, [*kernels, reference], *operands)
 
     return on_tpu(on_chip, reference, *operands)
 
@@ -155,44 +159,32 @@ def _fused(
     shared: SharedHead,
     method: str,
 ) -> AcceptResult:
-    """By the kernel, under a mesh on every shard of the vocabulary; the same draws."""
+    """By the kernel; the same draws."""
     width, target_logits = packing.index.shape[1], packing.unpack(target_logits)
-    axis = spec_here("vocab")[0] if axis_size("vocab") > 1 else None
-    columns, whole_row = PartitionSpec(None, None, axis), PartitionSpec()
-    specs = dict(target_logits=columns, draft_logits=columns)
+    whole = PartitionSpec()
 
-    def run(method: str, **more: jax.Array) -> AcceptResult:
+    def run(**more: jax.Array) -> AcceptResult:
         operands = more | dict(
             target_logits=target_logits, draft_tokens=block.draft_tokens, verify_len=verify_len
         )
 
         def kernel(operands: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            return tuple(
-                speculative_accept(**operands, method=method, axis_name=axis, impl="pallas")
-            )
+            return tuple(speculative_accept(**operands, method=method, impl="pallas"))
 
-        in_specs = ({name: specs.get(name, whole_row) for name in operands},)
-        accept_len, token = per_shard(kernel, in_specs, whole_row)(operands)
+        accept_len, token = per_shard(kernel, whole, whole)(operands)
         return AcceptResult(accept_len=accept_len, bonus_token=token)
 
-    def greedy() -> AcceptResult:
-        return run("greedy")
-
-    def coupled() -> AcceptResult:
+    if method == "greedy":
+        return run()
+    if method == "coupled":
         keys = [position_keys(sampling.seed, anchor_pos + 1 + w) for w in range(width)]
         noise = jax.random.key_data(jnp.stack(keys, axis=1))
-        return run("coupled", temperature=sampling.temperature, noise=noise)
-
-    def standard() -> AcceptResult:
-        uniforms, keys = _draws(sampling, anchor_pos, round_index, width - 1)
-        return run(
-            "standard", temperature=sampling.temperature, uniforms=uniforms,
-            noise=jax.random.key_data(keys),
-            draft_logits=expand_vocabulary(block.draft_logits, shared),
-        )  # fmt: skip
-
-    sampled = coupled if method == "coupled" else standard
-    return jax.lax.cond(any_sampled(sampling), sampled, greedy)
+        return run(temperature=sampling.temperature, noise=noise)
+    uniforms, keys = _draws(sampling, anchor_pos, round_index, width - 1)
+    return run(
+        temperature=sampling.temperature, uniforms=uniforms, noise=jax.random.key_data(keys),
+        draft_logits=expand_vocabulary(block.draft_logits, shared),
+    )  # fmt: skip
 
 
 def _draws(
