@@ -88,14 +88,20 @@ def settle(
     count = jnp.where(active, pending.count[:rows], 0)
     due = jnp.any(count > 0) & (needed | jnp.any(count == PENDING_ROWS))
 
-    def step(_: int, carry: tuple) -> tuple:
-        pending, cache = carry
-        start = end - count
-        positions = start[:, None] + jnp.arange(PENDING_ROWS)
-        k, v = context_kv(pending.features[:rows], positions)
-        cache = write_rows(cache, k, v, first_slot=0, start=start, count=count)
-        return pending.replace(count=pending.count.at[:rows].set(0)), cache
+    start = end - count
+    operands = (pending.features[:rows], start[:, None] + jnp.arange(PENDING_ROWS))
+    shapes = jax.eval_shape(context_kv, *operands)
 
-    # A loop of at most one step: a branch that writes would copy the cache.
-    pending = pending.replace(count=pending.count.at[:rows].set(count))
-    return jax.lax.fori_loop(0, due.astype(jnp.int32), step, (pending, cache))
+    def nothing(*_: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    # Made in a branch, as the compiler would take it out of a loop; written in a loop of at most
+    # one step, as a branch that writes would copy the cache.
+    k, v = jax.lax.cond(due, context_kv, nothing, *operands)
+    cache = jax.lax.fori_loop(
+        0, due.astype(jnp.int32),
+        lambda _, cache: write_rows(cache, k, v, first_slot=0, start=start, count=count),
+        cache,
+    )  # fmt: skip
+    count = jnp.where(due, 0, count)
+    return pending.replace(count=pending.count.at[:rows].set(count)), cache
