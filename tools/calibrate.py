@@ -85,6 +85,12 @@ def table(before: dict[str, list], after: dict[str, list], temperatures: np.ndar
     return "\n".join(lines)
 
 
+def mean_confidence(traces: Traces, temperatures: np.ndarray) -> tuple[float, ...]:
+    """By position, over all rounds."""
+    confidence = 1 / (1 + np.exp(-traces.confidence_logits / temperatures))
+    return tuple(confidence.mean(axis=0).round(4).tolist())
+
+
 def main() -> None:
     """Collects, fits, judges and writes."""
     args = parser().parse_args()
@@ -111,6 +117,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     Calibration(
         temperatures=tuple(temperatures.tolist()), presampled_temperatures=early,
+        neutral_confidence=mean_confidence(fit, temperatures),
         dataset=traces.source.get("dataset", ""), num_samples=len(held_out.prompt),
         ece_before=tuple(before["ece"]), ece_after=tuple(after["ece"]),
     ).save(

@@ -235,7 +235,8 @@ class Engine:
         groups: dict[int, list[int]] = {}
         for slot in self._running:
             groups.setdefault(self._place(slot)[0], []).append(slot)
-        return max(self._planner.plan(g, steps_per_s, buckets, self.neutral_confidence) for g in groups.values())
+        known = steps_per_s, buckets, self.neutral_confidence
+        return max(self._planner.plan(group, *known) for group in groups.values())
 
     def _prefill_some(self) -> None:
         if self._prefilling is None:
