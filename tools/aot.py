@@ -123,8 +123,8 @@ def compile_all(
     fit = estimate_fit(topology.chip, params, state, programs, **room, groups=shape.data)
     if "train" in args.programs:
         programs.append(compile_train_step(
-            models, topology, devices=shape.devices, sequences=shape.devices, length=4096,
-            anchors=512, global_batch=512, progress=say,
+            models, topology, shape=shape, sequences=shape.data, length=4096, anchors=512,
+            global_batch=512, progress=say,
         ))  # fmt: skip
     return programs, fit
 

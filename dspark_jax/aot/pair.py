@@ -61,7 +61,13 @@ class PairPrograms(Programs):
         return self._state
 
     def _own_shared(self, params: PairParams) -> SharedHead | None:
-        return params.shared if self._models.params.shared is not None else None
+        """Of the shared head what is not the target's: the head of a reduced vocabulary, or none.
+
+        An engine passes the target's own arrays there, which lie in memory once.
+        """
+        if self._models.params.shared is None:
+            return None
+        return params.shared.replace(embedding=None)
 
     def _jobs(self) -> Iterator[tuple[str, dict, int, Callable]]:
         kinds = {id(self.prefill): "prefill", id(self.plain): "plain"}
@@ -90,7 +96,9 @@ class PairPrograms(Programs):
         target = self.decoder.target
 
         def joined(params: PairParams, *rest: Any) -> Any:
-            own = target.shared_head(params.target) if params.shared is None else params.shared
+            own = target.shared_head(params.target)
+            if params.shared is not None:
+                own = params.shared.replace(embedding=own.embedding)
             return function(params.replace(shared=own), *rest)
 
         shapes = (with_layouts(first.replace(shared=self._own_shared(first))), *shapes[1:])

@@ -5,15 +5,16 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dspark_jax.aot.compiled import Compiled, compile_program
 from dspark_jax.aot.models import Models
 from dspark_jax.aot.topology import Topology
 from dspark_jax.draft.dense import DenseDraft
+from dspark_jax.sharding import MeshShape, check_divides, make_mesh, param_specs
 from dspark_jax.train.blocks import TrainBatch
 from dspark_jax.train.loss import LossConfig
+from dspark_jax.train.spread import run_shardings
 from dspark_jax.train.step import (
     Frozen,
     OptimizerConfig,
@@ -27,19 +28,19 @@ def compile_train_step(
     models: Models,
     topology: Topology,
     *,
-    devices: int,
+    shape: MeshShape,
     sequences: int,
     length: int,
     anchors: int,
     global_batch: int,
     progress: Callable[[str], None],
 ) -> Compiled:
-    """Compiles a micro-step of DeepSpec's recipe, its batch split over devices.
+    """Compiles a micro-step of DeepSpec's recipe as a run on a mesh would.
 
     Args:
       models: a pair with a dense draft.
       topology: what to compile for.
-      devices: that a micro-step's batch is split over; parameters are whole on each.
+      shape: of the mesh: `data` splits a micro-step's batch, `model` the draft and the vocabulary.
       sequences: B of a micro-step.
       length: S, tokens of a sequence.
       anchors: A per sequence.
@@ -50,21 +51,23 @@ def compile_train_step(
       The program.
 
     Raises:
-      ValueError: the draft is not dense, or the batch does not divide.
+      ValueError: the draft is not dense, or the mesh does not divide it or the batch.
     """
     draft, target = models.draft, models.target
     if not isinstance(draft, DenseDraft) or target is None:
         raise ValueError("the train step is for a dense draft of a target; leave out 'train'.")
-    if sequences % devices or global_batch % sequences:
+    if sequences % shape.data or global_batch % sequences or shape.expert > 1:
         raise ValueError(
-            f"{sequences} sequences must be a multiple of {devices} devices and divide the batch "
-            f"of {global_batch}."
+            f"{sequences} sequences must be a multiple of data={shape.data} and divide the batch "
+            f"of {global_batch}, and expert={shape.expert} must be 1."
         )
-    mesh = Mesh(np.array(topology.devices[:devices]), ("data",))
-    whole, split = (NamedSharding(mesh, s) for s in (PartitionSpec(), PartitionSpec("data")))
+    mesh = make_mesh(shape, topology.devices)
 
-    def place(tree: object, where: NamedSharding) -> object:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)
+    def place(tree: object, where: object) -> object:
+        def at(x: jax.ShapeDtypeStruct, where: NamedSharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+        return jax.tree.map(at, tree, where)
 
     recipe = OptimizerConfig(accumulate=global_batch // sequences)
     optimizer = make_optimizer(recipe, 1000)
@@ -73,32 +76,39 @@ def compile_train_step(
         params=params, opt_state=jax.eval_shape(optimizer.init, params),
         step=jax.ShapeDtypeStruct((), jnp.int32),
     )  # fmt: skip
-    config = draft.config
-
-    def array(shape: tuple[int, ...], dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((sequences, *shape), dtype)
-
-    ints, width = array((length,), jnp.int32), config.hidden_size
-    batch = TrainBatch(
-        tokens=ints, loss_mask=array((length,), jnp.bool_), positions=ints, segments=ints,
-        context_features=array((length, len(config.target_layer_ids) * width), models.dtype),
-        target_hidden=array((length, width), models.dtype),
-        anchors=array((anchors,), jnp.int32), keep=array((anchors,), jnp.bool_),
-    )  # fmt: skip
+    batch = _batch_shapes(models, sequences=sequences, length=length, anchors=anchors)
     shared = models.params.shared or target.shared_head(models.params.target)
-    step = functools.partial(
-        train_step, draft, LossConfig(), optimizer, mesh=mesh if devices > 1 else None
-    )
+    frozen = Frozen(shared=shared)
+    check_divides(mesh, (params, frozen), (param_specs(params), param_specs(frozen)), "run")
+    used = mesh if shape.devices > 1 else None
+    step = functools.partial(train_step, draft, LossConfig(), optimizer, mesh=used)
     name = f"train step of {sequences} sequences of {length} tokens"
     progress(f"compiling {name}")
 
     def lower() -> jax.stages.Lowered:
-        jitted = jax.jit(step, donate_argnums=0)
-        return jitted.lower(
-            place(state, whole), place(Frozen(shared=shared), whole), place(batch, split), None
-        )
+        where = run_shardings(mesh, state)
+        whole, split = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=(where, whole))
+        rows = jax.tree.map(lambda x: split, batch)
+        kept = run_shardings(mesh, frozen)
+        return jitted.lower(place(state, where), place(frozen, kept), place(batch, rows), None)
 
     with jax.set_mesh(mesh):
         return compile_program(
             lower, name=name, kind="train", rows=sequences * anchors, chip=topology.chip
         )
+
+
+def _batch_shapes(models: Models, *, sequences: int, length: int, anchors: int) -> TrainBatch:
+    config = models.draft.config
+
+    def array(shape: tuple[int, ...], dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((sequences, *shape), dtype)
+
+    ints, width = array((length,), jnp.int32), config.hidden_size
+    return TrainBatch(
+        tokens=ints, loss_mask=array((length,), jnp.bool_), positions=ints, segments=ints,
+        context_features=array((length, len(config.target_layer_ids) * width), models.dtype),
+        target_hidden=array((length, width), models.dtype),
+        anchors=array((anchors,), jnp.int32), keep=array((anchors,), jnp.bool_),
+    )  # fmt: skip
