@@ -2,8 +2,8 @@
 
 The rules themselves are in `verify.py`, on log-probabilities. On a TPU a kernel reads the logits
 instead, each once, and nothing of the size of the vocabulary is written; it serves every batch
-in which no request drops tokens, under all rules but `block`, where the vocabulary is whole: split
-over devices, its exchanges inside a branch of the round are more than the compiler for TPU7x takes.
+in which no request drops tokens, under all rules but `block`, where the vocabulary is whole. (With
+the vocabulary split, the compiler for TPU7x ended on some rounds that had the kernel in a branch.)
 """
 
 import functools
