@@ -142,6 +142,8 @@ def decode_round(
     def drafted() -> _Turn:
         return _drafted(decoder, params, state, tables, view, evidence, buckets)
 
+    if (state.pending is None) != (decoder.schedule.min_predicted_gain is None):
+        raise ValueError("the state was made by init_state for a decoder of another schedule.")
     if state.pending is None:
         turn = drafted()
     else:

@@ -130,19 +130,22 @@ class Lane:
         tables: ScheduleTables,
     ):
         self.contender = contender
+        decoder = pair.decoder(
+            contender.schedule or ScheduleConfig(), contender.rejection_sample_method
+        )
+        own = init_state(decoder, rows, state.target_kv.capacity, pair.dtype)
+        state = jax.tree.map(jnp.copy, state).replace(history=own.history, pending=own.pending)
         shapes = shapes_of((pair.params, state))
         if contender.schedule is None:
-            step = functools.partial(plain_step, pair.decoder(), rows=rows)
+            step = functools.partial(plain_step, decoder, rows=rows)
             self._inputs = ()
         else:
-            decoder = pair.decoder(contender.schedule, contender.rejection_sample_method)
             buckets = schedule_buckets(rows, decoder.num_drafts, decoder.schedule)
             step = functools.partial(decode_round, decoder, rows=rows, buckets=buckets)
             self._inputs = (tables,)
             shapes = (*shapes, schedule_table_shapes(rows, decoder.num_drafts))
         self._step = jax.jit(step, donate_argnums=1).lower(*shapes).compile()
-        self._params = pair.params
-        self._state = jax.tree.map(jnp.copy, state)
+        self._params, self._state = pair.params, state
         self.tokens = self.rounds = self.rows = self.bypassed = 0
         self.seconds = 0.0
 
