@@ -1,17 +1,13 @@
-"""The verification rule of a round, from logits to accepted drafts and the target's own token.
+"""The verification rule of a round, from the target's logits to what is emitted.
 
-The rules themselves are in `verify.py`, on log-probabilities. On a TPU a kernel reads the logits
-instead, each once, and nothing of the size of the vocabulary is written; it serves every batch
-in which no request drops tokens, under all rules but `block`, where the vocabulary is whole. (With
-the vocabulary split, the compiler for TPU7x ended on some rounds that had the kernel in a branch.)
+The rules themselves are in `verify.py`, on log-probabilities. Work grows with the rows that were
+verified, as this runs inside the branch that verified them. `pallas_kernels.speculative_accept`
+does the same from logits alone, but the TPU compiler ends on some rounds that hold it in a branch
+("required assignment is not equal to preferred offset"), so rounds do not call it.
 """
-
-import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from dspark_jax.sampling import (
     Purpose,
@@ -24,11 +20,8 @@ from dspark_jax.sampling import (
     sample_plain,
     warp,
 )
-from dspark_jax.sharding import axis_size
 from dspark_jax.types import AcceptResult, Block, Packing, SamplingParams, SharedHead
 from dspark_jax.verify import accept_block, accept_coupled, accept_standard
-from pallas_kernels.dispatch import on_tpu, per_shard
-from pallas_kernels.speculative_accept.ops import speculative_accept
 
 
 def accept(
@@ -59,62 +52,6 @@ def accept(
     Returns:
       accept_len and the bonus token.
     """
-    keys = dict(sampling=sampling, anchor_pos=anchor_pos, round_index=round_index)
-    reference = functools.partial(_reference, **keys, shared=shared, method=method)
-    operands = (block, target_logits, packing, verify_len)
-    if method == "block" or axis_size("vocab") > 1:
-        return reference(*operands)
-    kernels = [
-        functools.partial(_fused, **keys, shared=shared, method=name) for name in ("greedy", method)
-    ]
-
-    def on_chip(*operands: Any) -> AcceptResult:
-        dropping = (sampling.top_k > 0) | (sampling.top_p < 1.0) | (sampling.min_p > 0.0)
-        case = jnp.where(any_sampled(sampling), 1 + jnp.any(dropping), 0)
-        return jax.lax.switch(case, [*kernels, reference], *operands)
-
-    return on_tpu(on_chip, reference, *operands)
-
-
-def sample_undrafted(
-    target_logits: jax.Array,
-    *,
-    sampling: SamplingParams,
-    anchor_pos: jax.Array,
-    round_index: jax.Array,
-    method: str,
-) -> jax.Array:
-    """The target's token where no draft is verified: what `accept` gives for verify_len 0.
-
-    Args:
-      target_logits: f32[R, V], of the anchors' rows.
-      sampling: per-request settings.
-      anchor_pos: i32[R], position of the last committed token.
-      round_index: i32[R], rounds each request has run.
-      method: "standard", "block" or "coupled".
-
-    Returns:
-      i32[R].
-    """
-    if method == "coupled":
-        return sample_plain(target_logits, sampling, anchor_pos + 1)
-    keys = round_keys(sampling.seed, round_index, anchor_pos, Purpose.RESIDUAL)
-    return sample(target_logits, sampling, keys)
-
-
-def _reference(
-    block: Block,
-    target_logits: jax.Array,
-    packing: Packing,
-    verify_len: jax.Array,
-    *,
-    sampling: SamplingParams,
-    anchor_pos: jax.Array,
-    round_index: jax.Array,
-    shared: SharedHead,
-    method: str,
-) -> AcceptResult:
-    """From log-probabilities of the verified rows."""
     (total, vocab), (requests, width) = target_logits.shape, packing.index.shape
 
     def greedy() -> AcceptResult:
@@ -147,44 +84,30 @@ def _reference(
     return jax.lax.cond(any_sampled(sampling), sampled, greedy)
 
 
-def _fused(
-    block: Block,
+def sample_undrafted(
     target_logits: jax.Array,
-    packing: Packing,
-    verify_len: jax.Array,
     *,
     sampling: SamplingParams,
     anchor_pos: jax.Array,
     round_index: jax.Array,
-    shared: SharedHead,
     method: str,
-) -> AcceptResult:
-    """By the kernel; the same draws."""
-    width, target_logits = packing.index.shape[1], packing.unpack(target_logits)
-    whole = PartitionSpec()
+) -> jax.Array:
+    """The target's token where no draft is verified: what `accept` gives for verify_len 0.
 
-    def run(**more: jax.Array) -> AcceptResult:
-        operands = more | dict(
-            target_logits=target_logits, draft_tokens=block.draft_tokens, verify_len=verify_len
-        )
+    Args:
+      target_logits: f32[R, V], of the anchors' rows.
+      sampling: per-request settings.
+      anchor_pos: i32[R], position of the last committed token.
+      round_index: i32[R], rounds each request has run.
+      method: "standard", "block" or "coupled".
 
-        def kernel(operands: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            return tuple(speculative_accept(**operands, method=method, impl="pallas"))
-
-        accept_len, token = per_shard(kernel, whole, whole)(operands)
-        return AcceptResult(accept_len=accept_len, bonus_token=token)
-
-    if method == "greedy":
-        return run()
+    Returns:
+      i32[R].
+    """
     if method == "coupled":
-        keys = [position_keys(sampling.seed, anchor_pos + 1 + w) for w in range(width)]
-        noise = jax.random.key_data(jnp.stack(keys, axis=1))
-        return run(temperature=sampling.temperature, noise=noise)
-    uniforms, keys = _draws(sampling, anchor_pos, round_index, width - 1)
-    return run(
-        temperature=sampling.temperature, uniforms=uniforms, noise=jax.random.key_data(keys),
-        draft_logits=expand_vocabulary(block.draft_logits, shared),
-    )  # fmt: skip
+        return sample_plain(target_logits, sampling, anchor_pos + 1)
+    keys = round_keys(sampling.seed, round_index, anchor_pos, Purpose.RESIDUAL)
+    return sample(target_logits, sampling, keys)
 
 
 def _draws(

@@ -40,15 +40,9 @@ CASES = {
 
 # Kernels in the text of a program; one that is missing would be a silent fall back to the
 # reference. The target's layers are one loop, in every branch of the switch over verified rows.
-# Acceptance of a batch that samples is three passes over logits, of one that does not is one; over
-# a vocabulary that is split it is the reference's.
-ACCEPTED = {"standard": 3 + 1, "coupled": 1 + 1, "block": 0}
-
-
-def round_kernels(buckets: int, method: str, *, parts: int) -> int:
-    """Pallas kernels in a round's text: draft attention, Markov step, verification, acceptance."""
-    accepted = ACCEPTED[method] if parts == 1 else 0
-    return DRAFT_LAYERS + 1 + buckets * (1 + accepted)
+def round_kernels(buckets: int) -> int:
+    """Pallas kernels in a round's text: draft attention, Markov step, verification."""
+    return DRAFT_LAYERS + 1 + buckets
 
 
 def small_models() -> Models:
@@ -88,7 +82,7 @@ def test_a_round_compiles_with_the_kernels_it_calls(name):
     assert program.fits and program.memory.total < program.chip.hbm_bytes
     assert program.module is not None
     shape = parse_mesh(CASES[name])
-    expected = round_kernels(len(program.buckets), "standard", parts=shape.model)
+    expected = round_kernels(len(program.buckets))
     assert program.mosaic_kernels == expected
     _check_costs(program, programs, parts=shape.model, devices=shape.devices)
 
