@@ -73,7 +73,8 @@ def accept(
 
     def sampled_independently() -> AcceptResult:
         draft_log_probs = expand_vocabulary(block.draft_log_probs, shared)
-        uniforms, keys = _draws(sampling, anchor_pos, round_index, width - 1)
+        uniforms = _uniforms(sampling, anchor_pos, round_index, width - 1)
+        keys = _residual_keys(sampling, anchor_pos, round_index)
         rule = {"standard": accept_standard, "block": accept_block}[method]
         return rule(
             block.draft_tokens, draft_log_probs, packing.unpack(log_probs()), verify_len,
@@ -106,21 +107,26 @@ def sample_undrafted(
     """
     if method == "coupled":
         return sample_plain(target_logits, sampling, anchor_pos + 1)
-    keys = round_keys(sampling.seed, round_index, anchor_pos, Purpose.RESIDUAL)
-    return sample(target_logits, sampling, keys)
+    return sample(target_logits, sampling, _residual_keys(sampling, anchor_pos, round_index))
 
 
-def _draws(
+def _uniforms(
     sampling: SamplingParams, anchor_pos: jax.Array, round_index: jax.Array, drafts: int
-) -> tuple[jax.Array, jax.Array]:
-    """A uniform number for every draft f32[R, K], and the key of the token after them, key[R]."""
+) -> jax.Array:
+    """A number f32[R, K] for every draft."""
 
-    def uniforms(k: int) -> jax.Array:
+    def one(k: int) -> jax.Array:
         keys = round_keys(sampling.seed, round_index, anchor_pos + 1 + k, Purpose.ACCEPT)
         return jax.vmap(jax.random.uniform)(keys)
 
-    u = jnp.stack([uniforms(k) for k in range(drafts)], axis=1)
-    return u, round_keys(sampling.seed, round_index, anchor_pos, Purpose.RESIDUAL)
+    return jnp.stack([one(k) for k in range(drafts)], axis=1)
+
+
+def _residual_keys(
+    sampling: SamplingParams, anchor_pos: jax.Array, round_index: jax.Array
+) -> jax.Array:
+    """key[R] of the token after the accepted drafts."""
+    return round_keys(sampling.seed, round_index, anchor_pos, Purpose.RESIDUAL)
 
 
 def expand_vocabulary(scores: jax.Array, shared: SharedHead) -> jax.Array:

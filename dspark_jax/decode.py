@@ -3,9 +3,9 @@
 A round is propose -> schedule -> verify -> accept -> commit in one program. Everything a slot
 needs between rounds lives in `DecodeState`, which is donated: caches are updated in place.
 
-The anchor is the last committed token; the target has KV, and the draft has context, for the
-rows before it and no others. A prompt of P tokens therefore prefills P - 1 rows, and its last
-token is the first anchor.
+The anchor is the last committed token; the target has KV, and the draft has context or pending
+states, for the rows before it and no others. A prompt of P tokens therefore prefills P - 1 rows,
+and its last token is the first anchor.
 """
 
 import functools
