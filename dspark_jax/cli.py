@@ -12,6 +12,7 @@ from dspark_jax.checkpoint.demo import DEMO_TARGET
 from dspark_jax.engine.load import DTYPES, Pair, load_pair
 from dspark_jax.engine.processes import join_hosts
 from dspark_jax.eval.compare import Comparison
+from dspark_jax.host_memory import keep_freed_memory
 from dspark_jax.schedule import (
     CONFIDENCE_SOURCES,
     PLANNERS,
@@ -172,6 +173,7 @@ def say(message: str) -> None:
 
 def run_main(main: Callable[[], None]) -> None:
     """Runs a front end; what the user can mend is one line on standard error, exit code 2."""
+    keep_freed_memory()
     try:
         main()
     except (ValueError, OSError) as error:

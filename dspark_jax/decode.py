@@ -9,6 +9,7 @@ and its last token is the first anchor.
 """
 
 import functools
+from collections.abc import Callable
 
 import flax.struct
 import jax
@@ -19,9 +20,7 @@ from dspark_jax.draft.propose import propose
 from dspark_jax.history import bypasses, is_probe, remember
 from dspark_jax.kv_cache import KVCache, write_rows
 from dspark_jax.pending import keep_row, settle
-from dspark_jax.sampling import (
-    sample_plain,
-)
+from dspark_jax.sampling import sample_plain
 from dspark_jax.schedule import Evidence, schedule_prefixes, staircase
 from dspark_jax.state import Decoder, DecodeState, SlotView, commit
 from dspark_jax.types import (
@@ -33,6 +32,7 @@ from dspark_jax.types import (
     ScheduleTables,
     TargetOutput,
 )
+from dspark_jax.when import when
 
 
 def prefill(
@@ -134,18 +134,15 @@ def decode_round(
     Returns:
       The state 1..K+1 tokens further, and what was emitted.
     """
+    if (state.pending is None) != (decoder.schedule.min_predicted_gain is None):
+        raise ValueError("the state was made by init_state for a decoder of another schedule.")
     view = SlotView.of(state, rows)
     with jax.named_scope("schedule"):
         evidence = _older_evidence(decoder, state, view, tables, buckets)
         bypassed = bypasses(state.history, evidence, decoder.schedule)
-
-    def drafted() -> _Turn:
-        return _drafted(decoder, params, state, tables, view, evidence, buckets)
-
-    if (state.pending is None) != (decoder.schedule.min_predicted_gain is None):
-        raise ValueError("the state was made by init_state for a decoder of another schedule.")
+    drafted = functools.partial(_drafted, decoder, params, tables, buckets)
     if state.pending is None:
-        turn = drafted()
+        state, turn = drafted(state, view, evidence)
     else:
         pending, context_kv = settle(
             state.pending, state.context_kv,
@@ -153,72 +150,61 @@ def decode_round(
             needed=~bypassed, active=view.active, end=view.anchor_pos,
         )  # fmt: skip
         state = state.replace(context_kv=context_kv, pending=pending)
-        turn = jax.lax.cond(
-            bypassed, lambda: _undrafted(decoder, params, state, view, evidence), drafted
-        )
-    plan, result = turn.plan, turn.result
+        undrafted = functools.partial(_undrafted, decoder, params)
+        _, shapes = jax.eval_shape(undrafted, state, view, evidence)
+        carry = (state, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
+        for wanted, way in ((~bypassed, drafted), (bypassed, undrafted)):
+            step = functools.partial(_instead, way)
+            carry = when(wanted, step, carry, view, evidence)
+        state, turn = carry
     with jax.named_scope("commit"):
-        kept = jnp.where(view.active, result.accept_len + 1, 0)
-        state = _store(state, turn, view, kept, bypassed)
+        result = turn.result
         history = remember(
-            state.history, active=view.active, bypassed=bypassed,
-            confidence=plan.confidence, verify_len=plan.verify_len, accept_len=result.accept_len,
+            state.history, active=view.active, bypassed=bypassed, confidence=turn.confidence,
+            verify_len=turn.verify_len, accept_len=result.accept_len,
         )  # fmt: skip
         state = commit(state.replace(history=history), view, result)
     offset = jnp.arange(decoder.num_drafts + 1)
     drafts = jnp.pad(turn.draft_tokens, ((0, 0), (0, 1)))
     tokens = jnp.where(offset == result.accept_len[:, None], result.bonus_token[:, None], drafts)
     return state, RoundOutput(
-        tokens=tokens, emit_len=kept, accept_len=result.accept_len, verify_len=plan.verify_len,
-        confidence=plan.confidence, presampled=plan.presampled,
-        verify_rows=turn.verified_rows, probe=plan.probe, bypassed=bypassed,
+        tokens=tokens, emit_len=_kept(view, result), accept_len=result.accept_len,
+        verify_len=turn.verify_len, confidence=turn.confidence, presampled=turn.presampled,
+        verify_rows=turn.verified_rows, probe=turn.probe, bypassed=bypassed,
     )  # fmt: skip
 
 
-@flax.struct.dataclass
-class _Plan:
-    """What a round decided to verify, and by what."""
-
-    verify_len: jax.Array  # i32[R]
-    confidence: jax.Array  # f32[R, K]
-    presampled: jax.Array  # f32[R, K]
-    probe: jax.Array  # bool[]
-
-
-@flax.struct.dataclass
-class _BlockRows:
-    """What a round with drafts adds to the caches, beside the target's rows of the anchors."""
-
-    new_k: jax.Array  # [L, R, K, G, H], the target's, of the drafts
-    new_v: jax.Array
-    context_k: jax.Array  # [L', R, K+1, ..], the draft's, of anchors and drafts
-    context_v: jax.Array
+def _instead(
+    way: Callable, carry: tuple[DecodeState, "_Turn"], *inputs: SlotView | Evidence
+) -> tuple[DecodeState, "_Turn"]:
+    """A turn one way, from the state carried; the turn carried is of a way not gone."""
+    state, _ = carry
+    return way(state, *inputs)
 
 
 @flax.struct.dataclass
 class _Turn:
-    """What a round found out, with or without drafts; nothing is stored yet."""
+    """What a round decided to verify, by what, and what came of it."""
 
     draft_tokens: jax.Array  # i32[R, K]
-    plan: _Plan
+    verify_len: jax.Array  # i32[R]
+    confidence: jax.Array  # f32[R, K]
+    presampled: jax.Array  # f32[R, K]
+    probe: jax.Array  # bool[]
     result: AcceptResult
-    new_k: jax.Array  # [L, R, 1, G, H], the target's, of the anchors
-    new_v: jax.Array
-    features: jax.Array  # [R, M*D], tapped states of the anchors
-    block_rows: _BlockRows
     verified_rows: jax.Array  # i32[], flat rows the target computed
 
 
 def _drafted(
     decoder: Decoder,
     params: PairParams,
-    state: DecodeState,
     tables: ScheduleTables,
+    buckets: tuple[int, ...],
+    state: DecodeState,
     view: SlotView,
     evidence: Evidence,
-    buckets: tuple[int, ...],
-) -> _Turn:
-    """Propose, schedule, verify and accept."""
+) -> tuple[DecodeState, _Turn]:
+    """Propose, schedule, verify, accept; the rows of what was accepted are stored."""
     block = propose(
         decoder.draft, params.draft, params.shared, state.context_kv,
         anchor=view.anchor, anchor_pos=view.anchor_pos, round_index=view.round_index,
@@ -231,16 +217,22 @@ def _drafted(
         verify_len = schedule_prefixes(evidence, decoder.schedule)
         probe = is_probe(state.history, decoder.schedule)
         verify_len = jnp.where(probe, jnp.where(view.active, evidence.limit, 0), verify_len)
-    plan = _Plan(
-        verify_len=verify_len, confidence=evidence.confidence, presampled=evidence.presampled,
-        probe=probe,
+    verified = _verify(decoder, params, state.target_kv, view, block, verify_len, buckets)
+    with jax.named_scope("commit"):
+        where = dict(first_slot=0, start=view.anchor_pos, count=_kept(view, verified.result))
+        target_kv = write_rows(state.target_kv, verified.new_k, verified.new_v, **where)
+        context = (verified.context_k, verified.context_v)
+        context_kv = write_rows(state.context_kv, *context, **where)
+    return state.replace(target_kv=target_kv, context_kv=context_kv), _Turn(
+        draft_tokens=block.draft_tokens, verify_len=verify_len, confidence=evidence.confidence,
+        presampled=evidence.presampled, probe=probe, result=verified.result,
+        verified_rows=verified.rows,
     )  # fmt: skip
-    return _verify(decoder, params, state.target_kv, view, block, plan, buckets)
 
 
 def _undrafted(
     decoder: Decoder, params: PairParams, state: DecodeState, view: SlotView, evidence: Evidence
-) -> _Turn:
+) -> tuple[DecodeState, _Turn]:
     """A plain step, whose tapped states the draft reads later."""
     with jax.named_scope("target.verify"):
         out = decoder.target.forward(
@@ -252,29 +244,24 @@ def _undrafted(
             logits, sampling=view.sampling, anchor_pos=view.anchor_pos,
             round_index=view.round_index, method=decoder.rejection_sample_method,
         )  # fmt: skip
-    zeros, width = jnp.zeros_like(token), decoder.num_drafts + 1
-
-    def none(like: jax.Array, rows: int) -> jax.Array:  # [L, R, rows, ..]
-        return jnp.zeros((*like.shape[:2], rows, *like.shape[3:]), like.dtype)
-
-    k, v = jax.eval_shape(
-        functools.partial(decoder.draft.context_kv, params.draft),
-        out.context_features, view.anchor_pos[:, None],
-    )  # fmt: skip
-    return _Turn(
-        draft_tokens=jnp.zeros((*token.shape, width - 1), jnp.int32),
-        plan=_Plan(
-            verify_len=zeros, confidence=evidence.confidence, presampled=evidence.presampled,
-            probe=jnp.zeros((), bool),
-        ),
-        result=AcceptResult(accept_len=zeros, bonus_token=token),
-        new_k=out.new_k, new_v=out.new_v, features=out.context_features[:, 0],
-        block_rows=_BlockRows(
-            new_k=none(out.new_k, width - 1), new_v=none(out.new_v, width - 1),
-            context_k=none(k, width), context_v=none(v, width),
-        ),
+    with jax.named_scope("commit"):
+        target_kv = write_rows(
+            state.target_kv, out.new_k, out.new_v, first_slot=0, start=view.anchor_pos,
+            count=_after_reading(view.active.astype(jnp.int32), out),
+        )  # fmt: skip
+        pending = keep_row(state.pending, out.context_features[:, 0], view.active)
+    zeros = jnp.zeros_like(token)
+    return state.replace(target_kv=target_kv, pending=pending), _Turn(
+        draft_tokens=jnp.zeros((*token.shape, decoder.num_drafts), jnp.int32), verify_len=zeros,
+        confidence=evidence.confidence, presampled=evidence.presampled,
+        probe=jnp.zeros((), bool), result=AcceptResult(accept_len=zeros, bonus_token=token),
         verified_rows=jnp.int32(view.anchor.shape[0]),
     )  # fmt: skip
+
+
+def _kept(view: SlotView, result: AcceptResult) -> jax.Array:
+    """i32[R], tokens that a round emits and rows it stores."""
+    return jnp.where(view.active, result.accept_len + 1, 0)
 
 
 def _older_evidence(
@@ -344,15 +331,27 @@ def pack_rows(verify_len: jax.Array, active: jax.Array, width: int, total: int) 
     )
 
 
+@flax.struct.dataclass
+class _Verified:
+    """What verification found out; nothing is stored yet (W = K + 1)."""
+
+    result: AcceptResult
+    new_k: jax.Array  # [L, R, W, G, H], of the target
+    new_v: jax.Array
+    context_k: jax.Array  # [L', R, W, ..], of the draft
+    context_v: jax.Array
+    rows: jax.Array  # i32[], computed
+
+
 def _verify(
     decoder: Decoder,
     params: PairParams,
     cache: KVCache,
     view: SlotView,
     block: Block,
-    plan: _Plan,
+    verify_len: jax.Array,
     buckets: tuple[int, ...],
-) -> _Turn:
+) -> _Verified:
     """Runs the smallest compiled bucket that holds the schedule, and accepts among its rows.
 
     Everything that grows with the rows is inside the bucket; branches only read the caches.
@@ -360,66 +359,30 @@ def _verify(
     width = decoder.num_drafts + 1
     tokens = jnp.concatenate([view.anchor[:, None], block.draft_tokens], axis=1)
 
-    def run(total: int) -> _Turn:
-        packing = pack_rows(plan.verify_len, view.active, width, total)
+    def run(total: int) -> _Verified:
+        packing = pack_rows(verify_len, view.active, width, total)
         out = decoder.target.forward_packed(
             params.target, packing.pack(tokens), cache, packing, cache_len=view.anchor_pos
         )
         logits = decoder.target.logits(params.target, out.hidden[0])
         with jax.named_scope("accept"):
             result = accept(
-                block, logits, packing, plan.verify_len, sampling=view.sampling,
+                block, logits, packing, verify_len, sampling=view.sampling,
                 anchor_pos=view.anchor_pos, round_index=view.round_index, shared=params.shared,
                 method=decoder.rejection_sample_method,
             )  # fmt: skip
         positions = view.anchor_pos[packing.request] + packing.offset
         context = decoder.draft.context_kv(params.draft, out.context_features, positions[None])
         k, v = (jax.vmap(packing.unpack)(rows[:, 0]) for rows in context)
-        return _Turn(
-            draft_tokens=block.draft_tokens, plan=plan, result=result,
-            new_k=out.new_k[:, :, :1], new_v=out.new_v[:, :, :1],
-            features=packing.unpack(out.context_features[0])[:, 0],
-            block_rows=_BlockRows(
-                new_k=out.new_k[:, :, 1:], new_v=out.new_v[:, :, 1:], context_k=k, context_v=v
-            ),
-            verified_rows=jnp.int32(total),
+        return _Verified(
+            result=result, new_k=out.new_k, new_v=out.new_v, context_k=k, context_v=v,
+            rows=jnp.int32(total),
         )  # fmt: skip
 
-    scheduled = jnp.where(view.active, plan.verify_len + 1, 0).sum()
+    scheduled = jnp.where(view.active, verify_len + 1, 0).sum()
     choice = jnp.searchsorted(jnp.array(buckets), scheduled)
     with jax.named_scope("target.verify"):
         return jax.lax.switch(choice, [lambda total=total: run(total) for total in buckets])
-
-
-def _store(
-    state: DecodeState, turn: _Turn, view: SlotView, kept: jax.Array, bypassed: jax.Array
-) -> DecodeState:
-    """The caches with the first `kept` i32[R] rows of every request."""
-    rows, start = turn.block_rows, view.anchor_pos
-    target_kv = write_rows(
-        state.target_kv, turn.new_k, turn.new_v, first_slot=0, start=start, count=kept
-    )
-
-    def step(_: int, caches: tuple) -> tuple:
-        target_kv, context_kv = caches
-        return (
-            write_rows(
-                target_kv, rows.new_k, rows.new_v, first_slot=0, start=start + 1, count=kept - 1
-            ),
-            write_rows(
-                context_kv, rows.context_k, rows.context_v, first_slot=0, start=start, count=kept
-            ),
-        )
-
-    caches = (target_kv, state.context_kv)
-    if state.pending is None:
-        target_kv, context_kv = step(0, caches)
-        return state.replace(target_kv=target_kv, context_kv=context_kv)
-    # A loop of at most one step: a branch that writes would copy the caches.
-    drafted = (~bypassed).astype(jnp.int32)
-    target_kv, context_kv = jax.lax.fori_loop(0, drafted, step, caches)
-    pending = keep_row(state.pending, turn.features, view.active & bypassed)
-    return state.replace(target_kv=target_kv, context_kv=context_kv, pending=pending)
 
 
 def _after_reading(count: jax.Array, out: TargetOutput) -> jax.Array:

@@ -6,12 +6,14 @@ later than before the next block is drafted.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
 from dspark_jax.kv_cache import KVCache, WindowCache, write_rows
+from dspark_jax.when import when
 
 PENDING_ROWS = 16  # rows kept at most
 
@@ -89,19 +91,11 @@ def settle(
     due = jnp.any(count > 0) & (needed | jnp.any(count == PENDING_ROWS))
 
     start = end - count
-    operands = (pending.features[:rows], start[:, None] + jnp.arange(PENDING_ROWS))
-    shapes = jax.eval_shape(context_kv, *operands)
 
-    def nothing(*_: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    def store(cache: KVCache | WindowCache, features: jax.Array, start: jax.Array) -> Any:
+        k, v = context_kv(features, start[:, None] + jnp.arange(PENDING_ROWS))
+        return write_rows(cache, k, v, first_slot=0, start=start, count=count)
 
-    # Made in a branch, as the compiler would take it out of a loop; written in a loop of at most
-    # one step, as a branch that writes would copy the cache.
-    k, v = jax.lax.cond(due, context_kv, nothing, *operands)
-    cache = jax.lax.fori_loop(
-        0, due.astype(jnp.int32),
-        lambda _, cache: write_rows(cache, k, v, first_slot=0, start=start, count=count),
-        cache,
-    )  # fmt: skip
+    cache = when(due, store, cache, pending.features[:rows], start)
     count = jnp.where(due, 0, count)
     return pending.replace(count=pending.count.at[:rows].set(count)), cache

@@ -22,6 +22,8 @@ LEVELS = (
         "sharding",
         "layouts",
         "chips",
+        "host_memory",
+        "when",
     ),
     (
         "layers",

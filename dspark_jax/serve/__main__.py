@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from dspark_jax.host_memory import keep_freed_memory
+
 if TYPE_CHECKING:
     from dspark_jax.serve.driver import Load, Served
 
@@ -153,6 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
       The exit code: 0 after SIGINT or SIGTERM, 2 if the user can mend it, 1 otherwise.
     """
     args = parser().parse_args(arguments)
+    keep_freed_memory()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit(0))
     try:

@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from dspark_jax.host_memory import keep_freed_memory
 from dspark_jax.sharding import parse_mesh
 from dspark_jax.train.config import load_config
 from dspark_jax.train.loop import open_run, train
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--export", metavar="DIR", help="only write the draft of the newest checkpoint to DIR"
     )
     args = parser.parse_args(argv)
+    keep_freed_memory()
     try:
         overrides = args.set + (_mesh_overrides(args.mesh) if args.mesh else [])
         config = load_config(args.config, overrides)

@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dspark_jax import moe
 from dspark_jax.draft.propose import propose
 from dspark_jax.engine.core import Engine
+from dspark_jax.engine.counters import Counters
 from dspark_jax.engine.fit import fit_draft, fit_target
 from dspark_jax.engine.spread import place_pair
 from dspark_jax.schedule import ScheduleConfig
@@ -76,6 +77,31 @@ def test_a_dense_pair_decodes_the_same(dense, expected, mesh):
     cache = engine.programs.new_state().target_kv.k
     assert cache.addressable_shards[0].data.size == cache.size // 8
     _check_talk(engine, model=model, candidates=LIKELIEST)
+
+
+@pytest.mark.parametrize("mesh", ["data=2,model=4", "model=8"])
+def test_rounds_without_drafts_decode_the_same(dense, mesh):
+    """Groups of slots bypass on their own; `coupled`, whose text depends on no such decision."""
+    schedule = ScheduleConfig(policy="lagged", min_predicted_gain=0.0)
+    whole, split = (
+        _run_where_drafts_hardly_pay(
+            make_engine(dense, mesh, schedule=schedule, rejection_sample_method="coupled")
+        )
+        for mesh in (None, mesh)
+    )
+    assert split[0] == whole[0]
+    for _, counters in (whole, split):
+        assert 0 < counters.num_bypassed < counters.generation_tokens
+        assert counters.num_accepted_tokens > 0
+    if "data" not in mesh:
+        assert split[1].num_bypassed == whole[1].num_bypassed
+
+
+def _run_where_drafts_hardly_pay(engine: Engine) -> tuple[list, Counters]:
+    for speeds in engine.steps_per_s.values():
+        speeds[0] = 2.0  # twice as fast as a round with drafts
+    tokens = [sequence.token_ids for sequence in engine.run(requests())]
+    return tokens, engine.counters
 
 
 def test_experts_over_devices_decode_the_same(monkeypatch):
