@@ -139,7 +139,8 @@ def decode_round(
     view = SlotView.of(state, rows)
     with jax.named_scope("schedule"):
         evidence = _older_evidence(decoder, state, view, tables, buckets)
-        bypassed = bypasses(state.history, evidence, decoder.schedule)
+        usual = state.history.usual(rows, tables.neutral_confidence)
+        bypassed = bypasses(state.history, evidence.replace(lagged=usual), decoder.schedule)
     drafted = functools.partial(_drafted, decoder, params, tables, buckets)
     if state.pending is None:
         state, turn = drafted(state, view, evidence)

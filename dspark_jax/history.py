@@ -13,8 +13,10 @@ from dspark_jax.schedule import Evidence, ScheduleConfig, predicted_gain
 ONLINE_RATE = 0.1  # weight of the newest outcome in the estimate of acceptance
 EXPLORING_RATE = 0.01  # how fast the estimate for drafts that are never sent returns to 1
 HYSTERESIS = 0.02  # predicted gain above the least at which drafting starts again
-RECHECK_AFTER = 16  # rounds without drafts after which one drafts, to see how likely they are
-RECHECK_AT_MOST = 256  # as many after rechecks in a row that changed nothing: each doubles the wait
+RECHECK_AFTER = 64  # rounds without drafts after which one drafts, to see how likely they are
+RECHECK_AT_MOST = 512  # as many after rechecks in a row that changed nothing: each doubles the wait
+FADING = 0.9  # weight of a round's confidences in the usual ones, a round with drafts later
+NEUTRAL_ROUNDS = 2.0  # what is believed of any request counts as much as these rounds of its own
 _UNKNOWN = -1.0  # a confidence of rounds that a request has not had
 
 
@@ -23,9 +25,12 @@ class History:
     """Of S slots. A request's first rounds look back on what is believed of any request."""
 
     confidence: jax.Array  # f32[S, lag, K], of the last rounds with drafts, oldest first; or -1
+    confidence_sum: jax.Array  # f32[S, K], of all rounds with drafts, fading
+    confidence_weight: jax.Array  # f32[S], rounds in that sum, fading
     acceptance: jax.Array  # f32[S, K], how often draft k was accepted when those before it were
     rounds: jax.Array  # i32[], rounds run
     idle_rounds: jax.Array  # i32[], rounds since drafts stopped paying or were rechecked, or 0
+    idle_requests: jax.Array  # i32[], that were in the last round, if it had no drafts; or -1
     recheck_after: jax.Array  # i32[], idle rounds before the next recheck
 
     def lagged(self, rows: int, neutral: jax.Array) -> jax.Array:
@@ -41,6 +46,19 @@ class History:
         oldest = self.confidence[:rows, 0]
         return jnp.where(oldest < 0, neutral, oldest)
 
+    def usual(self, rows: int, neutral: jax.Array) -> jax.Array:
+        """Mean confidences of earlier rounds; those of one say little about the next.
+
+        Args:
+          rows: R; of slots 0..R-1.
+          neutral: f32[K], believed of any request; counts as some rounds.
+
+        Returns:
+          f32[R, K].
+        """
+        total = self.confidence_sum[:rows] + NEUTRAL_ROUNDS * neutral
+        return total / (self.confidence_weight[:rows, None] + NEUTRAL_ROUNDS)
+
 
 def init_history(config: ScheduleConfig, slots: int, num_drafts: int) -> History:
     """No rounds yet.
@@ -55,9 +73,12 @@ def init_history(config: ScheduleConfig, slots: int, num_drafts: int) -> History
     """
     return History(
         confidence=jnp.full((slots, config.lag, num_drafts), _UNKNOWN),
+        confidence_sum=jnp.zeros((slots, num_drafts)),
+        confidence_weight=jnp.zeros(slots),
         acceptance=jnp.ones((slots, num_drafts)),
         rounds=jnp.zeros((), jnp.int32),
         idle_rounds=jnp.zeros((), jnp.int32),
+        idle_requests=jnp.int32(-1),
         recheck_after=jnp.int32(RECHECK_AFTER),
     )
 
@@ -66,7 +87,10 @@ def forget(history: History, slot: jax.Array) -> History:
     """Makes slot i32[] one of a request without earlier rounds."""
     return history.replace(
         confidence=history.confidence.at[slot].set(_UNKNOWN),
+        confidence_sum=history.confidence_sum.at[slot].set(0.0),
+        confidence_weight=history.confidence_weight.at[slot].set(0.0),
         acceptance=history.acceptance.at[slot].set(1.0),
+        idle_requests=jnp.int32(-1),
     )
 
 
@@ -80,9 +104,12 @@ def is_probe(history: History, config: ScheduleConfig) -> jax.Array:
 def bypasses(history: History, evidence: Evidence, config: ScheduleConfig) -> jax.Array:
     """Does the coming round draft nothing, because drafts do not pay?
 
+    While nothing is drafted nothing is learnt: what was found then holds for as many requests
+    until one is new, or until the next recheck.
+
     Args:
       history: before the round.
-      evidence: only what is older than the round is looked at.
+      evidence: only what is older than the round is looked at; `lagged` is what is usual.
       config: with `min_predicted_gain`; None never bypasses.
 
     Returns:
@@ -92,7 +119,11 @@ def bypasses(history: History, evidence: Evidence, config: ScheduleConfig) -> ja
         return jnp.zeros((), bool)
     idle = history.idle_rounds > 0
     wanted = config.min_predicted_gain + jnp.where(idle, HYSTERESIS, 0.0)
-    poor = predicted_gain(evidence, config) < wanted
+    poor = jax.lax.cond(
+        history.idle_requests == evidence.active.sum(),
+        lambda: jnp.ones((), bool),
+        lambda: predicted_gain(evidence, config) < wanted,
+    )
     return poor & (history.idle_rounds < history.recheck_after) & ~is_probe(history, config)
 
 
@@ -123,6 +154,8 @@ def remember(
     older = history.confidence[:rows]
     shifted = jnp.concatenate([older[:, 1:], confidence[:, None]], axis=1)
     estimate = history.acceptance[:rows]
+    weighted = history.confidence_sum[:rows], history.confidence_weight[:rows]
+    faded = FADING * weighted[0] + confidence, FADING * weighted[1] + 1.0
     position = jnp.arange(estimate.shape[1])
     sent = position < verify_len[:, None]
     accepted = position < accept_len[:, None]
@@ -136,11 +169,18 @@ def remember(
         confidence=history.confidence.at[:rows].set(
             jnp.where(drafted[:, None, None], shifted, older)
         ),
+        confidence_sum=history.confidence_sum.at[:rows].set(
+            jnp.where(drafted[:, None], faded[0], weighted[0])
+        ),
+        confidence_weight=history.confidence_weight.at[:rows].set(
+            jnp.where(drafted, faded[1], weighted[1])
+        ),
         acceptance=history.acceptance.at[:rows].set(
             jnp.where(drafted[:, None], moved, estimate)
         ),
         rounds=history.rounds + 1,
         idle_rounds=jnp.where(bypassed, history.idle_rounds + 1, rechecked),
+        idle_requests=jnp.where(bypassed, active.sum(), -1),
         recheck_after=jnp.where(
             resumed, RECHECK_AFTER, jnp.where(rechecked, doubled, history.recheck_after)
         ),

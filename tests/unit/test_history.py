@@ -6,7 +6,9 @@ import pytest
 
 from dspark_jax.history import (
     EXPLORING_RATE,
+    FADING,
     HYSTERESIS,
+    NEUTRAL_ROUNDS,
     ONLINE_RATE,
     RECHECK_AFTER,
     RECHECK_AT_MOST,
@@ -47,6 +49,22 @@ def test_confidences_come_back_after_lag_rounds_and_neutral_ones_before():
     np.testing.assert_allclose(seen[3:], [[0.1] * K, [0.2] * K], rtol=1e-6)
     np.testing.assert_array_equal(history.lagged(3, NEUTRAL)[2], NEUTRAL)  # not in the rounds
     assert int(history.rounds) == 5
+
+
+def test_usual_confidences_start_neutral_and_follow_a_fading_mean():
+    history = init_history(ScheduleConfig(), SLOTS, K)
+    np.testing.assert_allclose(history.usual(2, NEUTRAL), [NEUTRAL] * 2, rtol=1e-6)
+    given = np.random.default_rng(0).random(5)
+    for confidence in given:
+        history = step(history, confidence=confidence)
+    weight = FADING ** np.arange(4, -1, -1)
+    mean = (NEUTRAL_ROUNDS * NEUTRAL + weight @ given) / (NEUTRAL_ROUNDS + weight.sum())
+    np.testing.assert_allclose(history.usual(1, NEUTRAL)[0], mean, rtol=1e-6)
+    bypassed = step(history, confidence=0.0, bypassed=True)
+    np.testing.assert_array_equal(bypassed.usual(1, NEUTRAL), history.usual(1, NEUTRAL))
+    fresh = forget(history, jnp.int32(0)).usual(2, NEUTRAL)
+    np.testing.assert_allclose(fresh[0], NEUTRAL, rtol=1e-6)
+    np.testing.assert_allclose(fresh[1], mean, rtol=1e-6)
 
 
 def test_idle_slots_and_bypassed_rounds_leave_no_trace_and_a_newcomer_starts_afresh():
@@ -122,6 +140,22 @@ def test_bypass_goes_by_older_rounds_with_hysteresis_and_rechecks():
     assert not bypasses(drafting, evidence(0.0, 2.0), ScheduleConfig())
 
 
+def test_what_was_found_holds_while_the_same_requests_draft_nothing():
+    config = ScheduleConfig(min_predicted_gain=0.0)
+    poor, rich = evidence(0.0, 2.0), evidence(1.0, 0.1)
+    history = step(init_history(config, SLOTS, K), bypassed=bypasses_at_first(config, poor))
+    assert bypasses(history, rich, config)
+    assert not bypasses(history, rich.replace(active=jnp.array([True, False])), config)
+    assert not bypasses(forget(history, jnp.int32(1)), rich, config)
+    assert not bypasses(step(history), rich, config)  # a round with drafts
+
+
+def bypasses_at_first(config: ScheduleConfig, given: Evidence) -> bool:
+    bypassed = bypasses(init_history(config, SLOTS, K), given, config)
+    assert bypassed
+    return bool(bypassed)
+
+
 def test_rechecks_that_change_nothing_become_rare_until_drafts_pay_again():
     config = ScheduleConfig(min_predicted_gain=0.0)
     history, poor, waits, idle = init_history(config, SLOTS, K), evidence(0.0, 2.0), [], 0
@@ -129,7 +163,7 @@ def test_rechecks_that_change_nothing_become_rare_until_drafts_pay_again():
         bypassed = bypasses(history, poor, config)
         history = step(history, bypassed=bypassed)
         waits, idle = (waits, idle + 1) if bypassed else ([*waits, idle], 0)
-    doubling = [RECHECK_AFTER * 2**i - (i > 0) for i in range(7)]
+    doubling = [RECHECK_AFTER * 2**i - (i > 0) for i in range(7)]  # a recheck is idle as well
     assert waits == [min(wait, RECHECK_AT_MOST - 1) for wait in doubling]
     history = step(step(history))  # the round after a recheck drafts as well
     assert int(history.recheck_after) == RECHECK_AFTER and int(history.idle_rounds) == 0
