@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from dspark_jax.acceptance import accept, sample_undrafted
 from dspark_jax.draft.propose import propose
 from dspark_jax.history import bypasses, is_probe, remember
-from dspark_jax.kv_cache import KVCache, write_rows
+from dspark_jax.kv_cache import KVCache, PagedCache, write_rows
 from dspark_jax.pending import keep_row, settle
 from dspark_jax.sampling import (
     sample_plain,
@@ -60,12 +60,11 @@ def prefill(
     """
     begin = start[None]
     out = decoder.target.forward(
-        params.target, tokens[None], state.target_kv, cache_len=begin, first_slot=slot
-    )
+        params.target, tokens[None], state.target_kv, cache_len=begin, first_slot=slot,
+        count=count[None],
+    )  # fmt: skip
     rows = _after_reading(count[None], out)
-    target_kv = write_rows(
-        state.target_kv, out.new_k, out.new_v, first_slot=slot, start=begin, count=rows
-    )
+    target_kv = _stored(state.target_kv, out, first_slot=slot, start=begin, count=rows)
     if decoder.draft is None:
         return state.replace(target_kv=target_kv)
     positions = (start + jnp.arange(tokens.shape[0]))[None]
@@ -89,17 +88,18 @@ def plain_step(
       The state one token further, and the tokens with emit_len 1 where active.
     """
     view = SlotView.of(state, rows)
+    count = view.active.astype(jnp.int32)
     out = decoder.target.forward(
-        params.target, view.anchor[:, None], state.target_kv, cache_len=view.anchor_pos
-    )
+        params.target, view.anchor[:, None], state.target_kv, cache_len=view.anchor_pos,
+        count=count,
+    )  # fmt: skip
     logits = decoder.target.logits(params.target, out.hidden[:, 0])
     token = sample_plain(logits, view.sampling, view.anchor_pos + 1)
     zeros = jnp.zeros_like(token)
     result = AcceptResult(accept_len=zeros, bonus_token=token)
-    target_kv = write_rows(
-        state.target_kv, out.new_k, out.new_v,
-        first_slot=0, start=view.anchor_pos,
-        count=_after_reading(view.active.astype(jnp.int32), out),
+    target_kv = _stored(
+        state.target_kv, out,
+        first_slot=0, start=view.anchor_pos, count=_after_reading(count, out),
     )  # fmt: skip
     state = commit(state.replace(target_kv=target_kv), view, result)
     no, nothing = jnp.zeros((), bool), jnp.ones((rows, 0))
@@ -134,6 +134,8 @@ def decode_round(
     Returns:
       The state 1..K+1 tokens further, and what was emitted.
     """
+    if decoder.target.paged and len(buckets) > 1:
+        raise ValueError(f"buckets={buckets}: with a paged cache, a round has one number of rows.")
     view = SlotView.of(state, rows)
     with jax.named_scope("schedule"):
         evidence = _older_evidence(decoder, state, view, tables, buckets)
@@ -189,8 +191,8 @@ class _Plan:
 class _BlockRows:
     """What a round with drafts adds to the caches, beside the target's rows of the anchors."""
 
-    new_k: jax.Array  # [L, R, K, G, H], the target's, of the drafts
-    new_v: jax.Array
+    new_k: jax.Array | None  # [L, R, K, G, H], the target's, of the drafts
+    new_v: jax.Array | None
     context_k: jax.Array  # [L', R, K+1, ..], the draft's, of anchors and drafts
     context_v: jax.Array
 
@@ -202,11 +204,12 @@ class _Turn:
     draft_tokens: jax.Array  # i32[R, K]
     plan: _Plan
     result: AcceptResult
-    new_k: jax.Array  # [L, R, 1, G, H], the target's, of the anchors
-    new_v: jax.Array
+    new_k: jax.Array | None  # [L, R, 1, G, H], the target's, of the anchors
+    new_v: jax.Array | None
     features: jax.Array  # [R, M*D], tapped states of the anchors
     block_rows: _BlockRows
     verified_rows: jax.Array  # i32[], flat rows the target computed
+    cache: PagedCache | None = None  # the target's, that has its rows already
 
 
 def _drafted(
@@ -328,26 +331,13 @@ def pack_rows(verify_len: jax.Array, active: jax.Array, width: int, total: int) 
     Returns:
       The packing.
     """
-    rows = jnp.where(active, verify_len + 1, 0)
-    ends = jnp.cumsum(rows)
-    flat = jnp.arange(total)
-    request = jnp.searchsorted(ends, flat, side="right").astype(jnp.int32)
-    real = flat < ends[-1]
-    request = jnp.where(real, request, 0)
-    starts = ends - rows
-    offset = jnp.arange(width)
-    index = jnp.where(offset < rows[:, None], starts[:, None] + offset, total)
-    return Packing(
-        request=request,
-        offset=jnp.where(real, flat - starts[request], 0).astype(jnp.int32),
-        index=index,
-    )
+    return Packing.of(jnp.where(active, verify_len + 1, 0), width, total)
 
 
 def _verify(
     decoder: Decoder,
     params: PairParams,
-    cache: KVCache,
+    cache: KVCache | PagedCache,
     view: SlotView,
     block: Block,
     plan: _Plan,
@@ -375,14 +365,14 @@ def _verify(
         positions = view.anchor_pos[packing.request] + packing.offset
         context = decoder.draft.context_kv(params.draft, out.context_features, positions[None])
         k, v = (jax.vmap(packing.unpack)(rows[:, 0]) for rows in context)
+        new = (out.new_k, out.new_v)
+        new_k, new_v = jax.tree.map(lambda x: x[:, :, :1], new)
+        block_k, block_v = jax.tree.map(lambda x: x[:, :, 1:], new)
         return _Turn(
-            draft_tokens=block.draft_tokens, plan=plan, result=result,
-            new_k=out.new_k[:, :, :1], new_v=out.new_v[:, :, :1],
+            draft_tokens=block.draft_tokens, plan=plan, result=result, new_k=new_k, new_v=new_v,
             features=packing.unpack(out.context_features[0])[:, 0],
-            block_rows=_BlockRows(
-                new_k=out.new_k[:, :, 1:], new_v=out.new_v[:, :, 1:], context_k=k, context_v=v
-            ),
-            verified_rows=jnp.int32(total),
+            block_rows=_BlockRows(new_k=block_k, new_v=block_v, context_k=k, context_v=v),
+            verified_rows=jnp.int32(total), cache=out.cache,
         )  # fmt: skip
 
     scheduled = jnp.where(view.active, plan.verify_len + 1, 0).sum()
@@ -396,19 +386,16 @@ def _store(
 ) -> DecodeState:
     """The caches with the first `kept` i32[R] rows of every request."""
     rows, start = turn.block_rows, view.anchor_pos
-    target_kv = write_rows(
-        state.target_kv, turn.new_k, turn.new_v, first_slot=0, start=start, count=kept
-    )
+    target_kv = _stored(state.target_kv, turn, first_slot=0, start=start, count=kept)
 
     def step(_: int, caches: tuple) -> tuple:
         target_kv, context_kv = caches
-        return (
-            write_rows(
+        if turn.cache is None:
+            target_kv = write_rows(
                 target_kv, rows.new_k, rows.new_v, first_slot=0, start=start + 1, count=kept - 1
-            ),
-            write_rows(
-                context_kv, rows.context_k, rows.context_v, first_slot=0, start=start, count=kept
-            ),
+            )
+        return target_kv, write_rows(
+            context_kv, rows.context_k, rows.context_v, first_slot=0, start=start, count=kept
         )
 
     caches = (target_kv, state.context_kv)
@@ -420,6 +407,15 @@ def _store(
     target_kv, context_kv = jax.lax.fori_loop(0, drafted, step, caches)
     pending = keep_row(state.pending, turn.features, view.active & bypassed)
     return state.replace(target_kv=target_kv, context_kv=context_kv, pending=pending)
+
+
+def _stored(
+    cache: KVCache | PagedCache, made: TargetOutput | _Turn, **where: jax.Array | int
+) -> KVCache | PagedCache:
+    """The target's cache with new rows; a paged one has them, those not kept past its end."""
+    if made.cache is not None:
+        return made.cache
+    return write_rows(cache, made.new_k, made.new_v, **where)
 
 
 def _after_reading(count: jax.Array, out: TargetOutput) -> jax.Array:

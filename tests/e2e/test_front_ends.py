@@ -111,6 +111,7 @@ def test_generated_data_is_resumed_and_the_same_for_a_seed(
         (["--model", "nowhere"], "nowhere"),
         (["--draft", "nowhere"], "nowhere"),
         (["--policy", "global"], "distribution would change"),
+        (["--kv-cache", "paged"], "planner='host'"),
         (["--prompts", "missing.jsonl"], "missing.jsonl"),
         (["--confidence-threshold", "2"], "between 0 and 1"),
         (["--batch", "0"], "batch=0"),

@@ -1,5 +1,7 @@
 """The round over eight devices: the same tokens as on one, and little talk between them."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from dspark_jax.draft.propose import propose
 from dspark_jax.engine.core import Engine
 from dspark_jax.engine.fit import fit_draft, fit_target
 from dspark_jax.engine.spread import place_pair
+from dspark_jax.kv_cache import PAGE_SIZE
 from dspark_jax.schedule import ScheduleConfig
 from dspark_jax.sharding import make_mesh, parse_mesh
 from dspark_jax.types import PairParams, SamplingParams
@@ -76,6 +79,23 @@ def test_a_dense_pair_decodes_the_same(dense, expected, mesh):
     cache = engine.programs.new_state().target_kv.k
     assert cache.addressable_shards[0].data.size == cache.size // 8
     _check_talk(engine, model=model, candidates=LIKELIEST)
+
+
+def test_pages_over_devices_decode_the_same(dense, expected):
+    """Heads of a page lie on the devices that hold them, and no layer moves any of the cache."""
+    target, draft, params = dense
+    paged = (dataclasses.replace(target, paged=True), draft, params)
+    schedule = ScheduleConfig(policy="lagged", planner="host")
+    engine = make_engine(paged, "data=2,model=4", schedule=schedule)
+    tokens = [sequence.token_ids for sequence in engine.run(requests())]
+    assert tokens == expected[0]
+    pages = engine.programs.new_state().target_kv.pages
+    assert pages.addressable_shards[0].data.shape == (2, SLOTS // 2, PAGE_SIZE, 2 * 8 // 4, 8)
+    (program,) = engine.programs.planned.values()
+    rows = SLOTS // 2 * (BLOCK + 1)
+    in_layers = [c for c in collectives(program.as_text()) if "DecoderLayer" in c.where]
+    assert [c.kind for c in in_layers] == ["all-reduce"] * 2
+    assert {c.size for c in in_layers} == {rows * WIDTH}
 
 
 def test_experts_over_devices_decode_the_same(monkeypatch):
