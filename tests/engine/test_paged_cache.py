@@ -60,7 +60,7 @@ def _admit(state: DecodeState, slot: int, length: int) -> DecodeState:
         temperature=np.float32(0.8 * (slot > 0)), top_k=np.int32(0), top_p=np.float32(1),
         min_p=np.float32(0), seed=np.uint32(slot),
     )  # fmt: skip
-    return admit(state, slot, 5 + slot, length, 9, sampling)
+    return admit(state, slot, 5 + slot, length, 16, sampling)
 
 
 def _run(decoder: Decoder, params: PairParams) -> list[RoundOutput]:
@@ -114,7 +114,9 @@ def test_tokens_are_those_of_a_contiguous_cache(params, layers):
 
 
 def test_an_engine_over_pages_keeps_the_text(params, monkeypatch):
-    monkeypatch.setattr(programs, "PREFILL_CHUNKS", (CHUNK, 4 * CHUNK))
+    monkeypatch.setattr(programs, "PREFILL_CHUNKS", (4 * CHUNK,))
+    monkeypatch.setattr(programs, "row_widths", lambda slots: (slots,))
+    monkeypatch.setattr(programs, "row_buckets", lambda rows, k, adaptive: (4, rows * (k + 1)))
     requests = [
         Request(
             prompt_ids=tuple(1 + (7 * i + j) % 23 for j in range(1 + 43 * i)), max_tokens=12,

@@ -1,6 +1,6 @@
-"""Attention over pages: the plain form is a loop in NumPy's, and JAX's kernel the plain form's.
+"""Attention over pages: the plain form equals a loop in NumPy, and the kernel's own definition.
 
-The kernel runs on a simulated TPU; `test_aot_rounds.py` counts it in compiled rounds.
+`test_aot_rounds.py` counts the kernel in compiled rounds.
 """
 
 import dataclasses
@@ -10,14 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import (
+    dynamic_validate_inputs,
+    ref_ragged_paged_attention,
+)
 
 from dspark_jax import paged_attention
 from dspark_jax.kv_cache import PAGE_SIZE, PagedCache, make_paged_cache, write_pages
 from dspark_jax.paged_attention import attend_pages, check_pages
 from dspark_jax.types import Packing
 
-SCALE, LAYER, LAYERS = 0.3, 1, 2
+LAYER, LAYERS = 1, 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,10 @@ class Case:
     heads: int = 4
     head_dim: int = 8
     pages: int = 3  # of a slot
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
 
 
 CASES = {
@@ -61,7 +68,8 @@ def _operands(case: Case, rng: np.random.Generator) -> tuple:
     total = sum(case.rows) + case.padding
     packing = Packing.of(jnp.array(case.rows), max(*case.rows, 4), total)
     q = normal(total, case.heads, case.head_dim)
-    where = dict(first_slot=jnp.int32(first_slot), cache_len=jnp.array(case.context))
+    cache_len = jnp.array(case.context)
+    where = dict(first_slot=jnp.int32(first_slot), cache_len=cache_len, scale=case.scale)
     return q, cache, packing, where
 
 
@@ -73,15 +81,16 @@ def _loop(case: Case, q: np.ndarray, pages: np.ndarray, first_slot: int) -> np.n
             for head in range(case.heads):
                 group = head // (case.heads // case.kv_heads)
                 kv = pages[LAYER, first_slot + request, : context + row + 1].astype(np.float64)
-                scores = np.exp(SCALE * kv[:, 2 * group] @ q[flat, head])
+                scores = np.exp(case.scale * kv[:, 2 * group] @ q[flat, head])
                 out[flat, head] = scores @ kv[:, 2 * group + 1] / scores.sum()
             flat += 1
     return out
 
 
 def _attend(q: jax.Array, cache: PagedCache, packing: Packing, where: dict) -> np.ndarray:
-    attend = functools.partial(attend_pages, scale=SCALE)
-    return np.asarray(jax.jit(attend)(q, cache, jnp.int32(LAYER), packing, **where))
+    attend = jax.jit(functools.partial(attend_pages, scale=where["scale"]))
+    arrays = {name: where[name] for name in ("first_slot", "cache_len")}
+    return np.asarray(attend(q, cache, jnp.int32(LAYER), packing, **arrays))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -94,17 +103,25 @@ def test_the_plain_form_is_attention(name, rng):
     assert not got[sum(case.rows) :].any()
 
 
-@pytest.mark.parametrize("rows_per_step", [4, 32])
+def _definition(q: jax.Array, *operands: jax.Array, sm_scale: float, **static: int) -> jax.Array:
+    """What JAX says its kernel computes; a row that it does not compute is NaN here."""
+    dynamic_validate_inputs(q, *operands, sm_scale=sm_scale, **static)
+    _, kv_lens, _, ends, (count,) = operands
+    assert count > 0 and (kv_lens[:count] > 0).all() and (np.diff(ends)[:count] > 0).all()
+    assert static["vmem_limit_bytes"] > 0
+    out = ref_ragged_paged_attention(q, *operands, sm_scale=sm_scale)
+    return jnp.full_like(q, jnp.nan).at[: len(out)].set(out)
+
+
 @pytest.mark.parametrize("name", list(CASES)[:3])
-def test_the_kernel_is_told_which_pages_and_rows(name, rows_per_step, rng, monkeypatch):
-    """Also where the rows of a request, or of all, end with a step of the kernel."""
+def test_the_kernel_is_given_the_rows_and_their_pages(name, rng, monkeypatch):
+    """Neither interpreter of Pallas runs it, so its definition stands in."""
     case = dataclasses.replace(CASES[name], head_dim=128)
-    operands = _operands(case, rng)
-    expected = _attend(*operands)
+    q, cache, packing, where = _operands(case, rng)
+    expected = _attend(q, cache, packing, where)
     monkeypatch.setattr(paged_attention, "on_tpu", lambda kernel, reference, *x: kernel(*x))
-    monkeypatch.setattr(paged_attention, "_ROWS_PER_STEP", rows_per_step)
-    with pltpu.force_tpu_interpret_mode():
-        got = _attend(*operands)
+    monkeypatch.setattr(paged_attention, "ragged_paged_attention", _definition)
+    got = attend_pages(q, cache, LAYER, packing, **where)
     np.testing.assert_allclose(got, expected, atol=2e-6)
 
 
