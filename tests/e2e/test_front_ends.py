@@ -36,12 +36,14 @@ def test_generate_gives_the_same_text_with_and_without_a_draft(
     pair: TinyPair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     texts = []
-    for draft in (pair.draft, "none"):
+    paged = ["--kv-cache", "paged", "--policy", "lagged", "--planner", "host",
+             "--max-verify-len", 1]  # fmt: skip
+    for draft, more in ((pair.draft, []), ("none", []), (pair.draft, paged)):
         argv = ["the quick", "--model", pair.target, "--draft", draft, "--max-new-tokens", 9]
-        _run("dspark_jax.generate", [*argv, "--json"], monkeypatch)
+        _run("dspark_jax.generate", [*argv, *more, "--json"], monkeypatch)
         texts.append(json.loads(capsys.readouterr().out))
-    drafted, plain = texts
-    assert drafted["token_ids"] == plain["token_ids"]
+    drafted, plain, by_pages = texts
+    assert drafted["token_ids"] == plain["token_ids"] == by_pages["token_ids"]
     assert drafted["completion_tokens"] == len(drafted["token_ids"]) <= 9
     assert drafted["tau"] == pytest.approx(drafted["completion_tokens"] / drafted["rounds"])
     assert plain["rounds"] == plain["completion_tokens"]

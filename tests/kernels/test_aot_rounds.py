@@ -40,6 +40,7 @@ CASES = {
     "tpu7x:2x2x4": "data=8,model=4",
 }  # fmt: skip
 
+
 # Kernels in the text of a program; one that is missing would be a silent fall back to the
 # reference. The target's layers are one loop, in every branch of the switch over verified rows.
 def round_kernels(buckets: int) -> int:
