@@ -36,8 +36,8 @@ def test_generate_gives_the_same_text_with_and_without_a_draft(
     pair: TinyPair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     texts = []
-    paged = ["--kv-cache", "paged", "--policy", "lagged", "--planner", "host",
-             "--max-verify-len", 1]  # fmt: skip
+    paged = ["--kv-cache", "paged", "--policy", "lagged", "--planner", "host"]
+    monkeypatch.setattr("dspark_jax.engine.programs.ADAPTIVE_FRACTIONS", (0.0, 1.0))
     for draft, more in ((pair.draft, []), ("none", []), (pair.draft, paged)):
         argv = ["the quick", "--model", pair.target, "--draft", draft, "--max-new-tokens", 9]
         _run("dspark_jax.generate", [*argv, *more, "--json"], monkeypatch)
