@@ -405,4 +405,3 @@ def test_bad_options_are_explained(tmp_path, fields, words):
     options = LoadOptions(**({"model": str(target), "draft": "none"} | fields))
     with pytest.raises((ValueError, FileNotFoundError), match=words):
         load_served(options, lambda message: None)
-
