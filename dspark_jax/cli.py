@@ -13,6 +13,7 @@ from dspark_jax.engine.load import DTYPES, Pair, load_pair
 from dspark_jax.engine.processes import join_hosts
 from dspark_jax.eval.compare import Comparison
 from dspark_jax.host_memory import keep_freed_memory
+from dspark_jax.kv_cache import KV_CACHES
 from dspark_jax.schedule import (
     CONFIDENCE_SOURCES,
     PLANNERS,
@@ -41,6 +42,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--experts", choices=EXPERT_FORMS,
         help="how a DeepSeek draft holds its routed experts: 'packed' in FP4 or FP8 as stored, or "
         "a type (default: --dtype)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--kv-cache", default="contiguous", choices=KV_CACHES,
+        help="'paged': the target's in pages, read by JAX's own kernel on a TPU; rounds with "
+        "drafts then take --planner host (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--mesh", metavar="AXIS=N,..",
@@ -161,9 +167,15 @@ def pair_from(args: argparse.Namespace) -> Pair:
     """
     if not join_hosts(args.coordinator, args.num_processes, args.process_id):
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (until it ends)
-    schedule_from(args).check_lossless(args.rejection_sample_method)
+    schedule = schedule_from(args)
+    schedule.check_lossless(args.rejection_sample_method)
+    if args.kv_cache == "paged" and args.draft not in ("auto", "none"):
+        schedule.check_paged()
     mesh = parse_mesh(args.mesh) if args.mesh else None
-    return load_pair(args.model, args.draft, dtype=args.dtype, experts=args.experts, mesh=mesh)
+    return load_pair(
+        args.model, args.draft, dtype=args.dtype, experts=args.experts, kv_cache=args.kv_cache,
+        mesh=mesh,
+    )  # fmt: skip
 
 
 def say(message: str) -> None:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from dspark_jax.acceptance import accept, sample_undrafted
 from dspark_jax.draft.propose import propose
 from dspark_jax.history import bypasses, is_probe, remember
-from dspark_jax.kv_cache import KVCache, write_rows
+from dspark_jax.kv_cache import KVCache, PagedCache, write_rows
 from dspark_jax.pending import keep_row, settle
 from dspark_jax.sampling import sample_plain
 from dspark_jax.schedule import Evidence, schedule_prefixes, staircase
@@ -60,12 +60,11 @@ def prefill(
     """
     begin = start[None]
     out = decoder.target.forward(
-        params.target, tokens[None], state.target_kv, cache_len=begin, first_slot=slot
-    )
+        params.target, tokens[None], state.target_kv, cache_len=begin, first_slot=slot,
+        count=count[None],
+    )  # fmt: skip
     rows = _after_reading(count[None], out)
-    target_kv = write_rows(
-        state.target_kv, out.new_k, out.new_v, first_slot=slot, start=begin, count=rows
-    )
+    target_kv = _stored(state.target_kv, out, first_slot=slot, start=begin, count=rows)
     if decoder.draft is None:
         return state.replace(target_kv=target_kv)
     positions = (start + jnp.arange(tokens.shape[0]))[None]
@@ -89,17 +88,18 @@ def plain_step(
       The state one token further, and the tokens with emit_len 1 where active.
     """
     view = SlotView.of(state, rows)
+    count = view.active.astype(jnp.int32)
     out = decoder.target.forward(
-        params.target, view.anchor[:, None], state.target_kv, cache_len=view.anchor_pos
-    )
+        params.target, view.anchor[:, None], state.target_kv, cache_len=view.anchor_pos,
+        count=count,
+    )  # fmt: skip
     logits = decoder.target.logits(params.target, out.hidden[:, 0])
     token = sample_plain(logits, view.sampling, view.anchor_pos + 1)
     zeros = jnp.zeros_like(token)
     result = AcceptResult(accept_len=zeros, bonus_token=token)
-    target_kv = write_rows(
-        state.target_kv, out.new_k, out.new_v,
-        first_slot=0, start=view.anchor_pos,
-        count=_after_reading(view.active.astype(jnp.int32), out),
+    target_kv = _stored(
+        state.target_kv, out,
+        first_slot=0, start=view.anchor_pos, count=_after_reading(count, out),
     )  # fmt: skip
     state = commit(state.replace(target_kv=target_kv), view, result)
     no, nothing = jnp.zeros((), bool), jnp.ones((rows, 0))
@@ -134,6 +134,8 @@ def decode_round(
     Returns:
       The state 1..K+1 tokens further, and what was emitted.
     """
+    if decoder.target.paged and len(buckets) > 1:
+        raise ValueError(f"buckets={buckets}: with a paged cache, a round has one number of rows.")
     if (state.pending is None) != (decoder.schedule.min_predicted_gain is None):
         raise ValueError("the state was made by init_state for a decoder of another schedule.")
     view = SlotView.of(state, rows)
@@ -221,9 +223,8 @@ def _drafted(
     verified = _verify(decoder, params, state.target_kv, view, block, verify_len, buckets)
     with jax.named_scope("commit"):
         where = dict(first_slot=0, start=view.anchor_pos, count=_kept(view, verified.result))
-        target_kv = write_rows(state.target_kv, verified.new_k, verified.new_v, **where)
-        context = (verified.context_k, verified.context_v)
-        context_kv = write_rows(state.context_kv, *context, **where)
+        target_kv = _stored(state.target_kv, verified.target, **where)
+        context_kv = write_rows(state.context_kv, *verified.context, **where)
     return state.replace(target_kv=target_kv, context_kv=context_kv), _Turn(
         draft_tokens=block.draft_tokens, verify_len=verify_len, confidence=evidence.confidence,
         presampled=evidence.presampled, probe=probe, result=verified.result,
@@ -316,20 +317,16 @@ def pack_rows(verify_len: jax.Array, active: jax.Array, width: int, total: int) 
     Returns:
       The packing.
     """
-    rows = jnp.where(active, verify_len + 1, 0)
-    ends = jnp.cumsum(rows)
-    flat = jnp.arange(total)
-    request = jnp.searchsorted(ends, flat, side="right").astype(jnp.int32)
-    real = flat < ends[-1]
-    request = jnp.where(real, request, 0)
-    starts = ends - rows
-    offset = jnp.arange(width)
-    index = jnp.where(offset < rows[:, None], starts[:, None] + offset, total)
-    return Packing(
-        request=request,
-        offset=jnp.where(real, flat - starts[request], 0).astype(jnp.int32),
-        index=index,
-    )
+    return Packing.of(jnp.where(active, verify_len + 1, 0), width, total)
+
+
+@flax.struct.dataclass
+class _NewRows:
+    """The target's keys and values of new rows, or the paged cache that has them already."""
+
+    new_k: jax.Array | None  # [L, R, W, G, H]
+    new_v: jax.Array | None
+    cache: PagedCache | None
 
 
 @flax.struct.dataclass
@@ -337,17 +334,15 @@ class _Verified:
     """What verification found out; nothing is stored yet (W = K + 1)."""
 
     result: AcceptResult
-    new_k: jax.Array  # [L, R, W, G, H], of the target
-    new_v: jax.Array
-    context_k: jax.Array  # [L', R, W, ..], of the draft
-    context_v: jax.Array
+    target: _NewRows
+    context: tuple[jax.Array, jax.Array]  # [L', R, W, ..], the draft's
     rows: jax.Array  # i32[], computed
 
 
 def _verify(
     decoder: Decoder,
     params: PairParams,
-    cache: KVCache,
+    cache: KVCache | PagedCache,
     view: SlotView,
     block: Block,
     verify_len: jax.Array,
@@ -374,16 +369,26 @@ def _verify(
             )  # fmt: skip
         positions = view.anchor_pos[packing.request] + packing.offset
         context = decoder.draft.context_kv(params.draft, out.context_features, positions[None])
-        k, v = (jax.vmap(packing.unpack)(rows[:, 0]) for rows in context)
         return _Verified(
-            result=result, new_k=out.new_k, new_v=out.new_v, context_k=k, context_v=v,
+            result=result,
+            target=_NewRows(new_k=out.new_k, new_v=out.new_v, cache=out.cache),
+            context=tuple(jax.vmap(packing.unpack)(rows[:, 0]) for rows in context),
             rows=jnp.int32(total),
-        )  # fmt: skip
+        )
 
     scheduled = jnp.where(view.active, verify_len + 1, 0).sum()
     choice = jnp.searchsorted(jnp.array(buckets), scheduled)
     with jax.named_scope("target.verify"):
         return jax.lax.switch(choice, [lambda total=total: run(total) for total in buckets])
+
+
+def _stored(
+    cache: KVCache | PagedCache, made: TargetOutput | _NewRows, **where: jax.Array | int
+) -> KVCache | PagedCache:
+    """The target's cache with new rows; a paged one has them, those not kept past its end."""
+    if made.cache is not None:
+        return made.cache
+    return write_rows(cache, made.new_k, made.new_v, **where)
 
 
 def _after_reading(count: jax.Array, out: TargetOutput) -> jax.Array:

@@ -90,7 +90,7 @@ def forget(history: History, slot: jax.Array) -> History:
         confidence_sum=history.confidence_sum.at[slot].set(0.0),
         confidence_weight=history.confidence_weight.at[slot].set(0.0),
         acceptance=history.acceptance.at[slot].set(1.0),
-        idle_requests=jnp.int32(-1),
+        idle_requests=jnp.full_like(history.idle_requests, -1),  # on a mesh, one of every group
     )
 
 

@@ -3,11 +3,17 @@
 A forward only reads the cache and returns the K/V of its own rows; `write_rows` stores them
 afterwards. So a donated cache is updated in place, and rows that were rejected need no undoing:
 what lies at or past a slot's length is never read.
+
+A paged cache is in the layout of JAX's paged attention kernel, which finds a forward's own rows in
+it: they are stored layer by layer, before that layer's attention.
 """
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+
+KV_CACHES = ("contiguous", "paged")  # of a target
+PAGE_SIZE = 128  # Z, rows of a page
 
 
 @flax.struct.dataclass
@@ -38,6 +44,74 @@ class WindowCache:
     def capacity(self) -> int:
         """C, the window."""
         return self.kv.shape[2]
+
+
+@flax.struct.dataclass
+class PagedCache:
+    """Rotated keys and values in pages of Z rows, [L, S, C', 2*G, H].
+
+    A row holds k and v of KV head 0, then of head 1, and so on. A slot owns C' / Z neighbouring
+    pages, C' being C rounded up to whole pages. With the first three axes seen as [pages, Z], this
+    is the layout of `jax.experimental.pallas.ops.tpu.ragged_paged_attention`.
+    """
+
+    pages: jax.Array
+    capacity: int = flax.struct.field(pytree_node=False)  # C
+
+    def table(self, layer: jax.Array | int, slot: jax.Array) -> jax.Array:
+        """The pages of slots i32[R] in a layer, i32[R, C' / Z], numbered over all layers."""
+        slots, rows = self.pages.shape[1:3]
+        count = rows // PAGE_SIZE
+        return (layer * slots + slot)[:, None] * count + jnp.arange(count)
+
+
+def make_paged_cache(
+    layers: int, slots: int, kv_heads: int, capacity: int, head_dim: int, dtype: jnp.dtype
+) -> PagedCache:
+    """An empty paged cache.
+
+    Args:
+      layers: L.
+      slots: S.
+      kv_heads: G.
+      capacity: C, rows per slot.
+      head_dim: H.
+      dtype: type of the stored keys and values.
+
+    Returns:
+      A cache of zeros, 2*L*S*G*C'*H values.
+    """
+    rows = -(-capacity // PAGE_SIZE) * PAGE_SIZE
+    shape = (layers, slots, rows, 2 * kv_heads, head_dim)
+    return PagedCache(pages=jnp.zeros(shape, dtype), capacity=capacity)
+
+
+def write_pages(
+    cache: PagedCache,
+    layer: jax.Array | int,
+    new_k: jax.Array,
+    new_v: jax.Array,
+    *,
+    slot: jax.Array,
+    position: jax.Array,
+) -> PagedCache:
+    """Stores flat rows of one layer.
+
+    Args:
+      cache: PagedCache [L, S, C', 2*G, H].
+      layer: index into L.
+      new_k: [T, G, H], rotated.
+      new_v: [T, G, H].
+      slot: i32[T].
+      position: i32[T]; a row at or past C' is dropped.
+
+    Returns:
+      The cache with the rows replaced.
+    """
+    rows, groups, head_dim = new_k.shape
+    new = jnp.stack([new_k, new_v], axis=2).reshape(rows, 2 * groups, head_dim)
+    new = new.astype(cache.pages.dtype)
+    return cache.replace(pages=cache.pages.at[layer, slot, position].set(new, mode="drop"))
 
 
 def make_cache(

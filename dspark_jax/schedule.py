@@ -107,6 +107,19 @@ class ScheduleConfig:
                 "confidence_source='online', or use the policy 'full'."
             )
 
+    def check_paged(self) -> None:
+        """Refuses to choose a round's rows on the device where the target's cache is paged.
+
+        Raises:
+          ValueError: the device chooses.
+        """
+        if self.planner != "host":
+            raise ValueError(
+                "a paged cache has its rows stored before attention, which a round that chooses "
+                "its number of rows on the device could only do with a copy of the cache; set "
+                "planner='host' with policy='lagged', or take a contiguous cache."
+            )
+
     def check_lossless(self, rejection_sample_method: str) -> None:
         """Refuses a policy that would bias the output under this verification rule.
 

@@ -66,6 +66,7 @@ _STATE: Mapping[tuple[str, int], tuple[str | None, ...]] = MappingProxyType({
     ("k", 5): (None, "slots", "heads", None, None),
     ("v", 5): (None, "slots", "heads", None, None),
     ("kv", 4): (None, "slots", None, None),
+    ("pages", 5): (None, "slots", None, "heads", None),
 })  # fmt: skip
 
 

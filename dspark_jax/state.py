@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from dspark_jax.draft.protocol import Draft
 from dspark_jax.history import History, forget, init_history
-from dspark_jax.kv_cache import KVCache, WindowCache
+from dspark_jax.kv_cache import KVCache, PagedCache, WindowCache
 from dspark_jax.pending import Pending, init_pending
 from dspark_jax.schedule import ScheduleConfig
 from dspark_jax.target.llama import LlamaTarget
@@ -38,6 +38,8 @@ class Decoder:
                 f"the target taps layers {self.target.tap_layer_ids}, but the draft reads "
                 f"{self.draft.config.target_layer_ids}; build the target with the draft's ids."
             )
+        if self.target.paged and self.draft:
+            self.schedule.check_paged()
         if self.draft and not self.draft.config.enable_confidence_head:
             self.schedule.check_source()
 
@@ -51,7 +53,7 @@ class Decoder:
 class DecodeState:
     """Everything about S slots that lives on the device between rounds."""
 
-    target_kv: KVCache
+    target_kv: KVCache | PagedCache
     context_kv: KVCache | WindowCache | None  # the draft's view of the context
     anchor: jax.Array  # i32[S], last committed token
     anchor_pos: jax.Array  # i32[S], its position = valid rows in the caches, pending ones included

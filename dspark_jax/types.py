@@ -10,6 +10,7 @@ from typing import Any
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 
 Params = dict[str, Any]  # nested dict of arrays
 
@@ -34,8 +35,9 @@ class TargetOutput:
 
     hidden: jax.Array  # [R, W, D], after the final norm
     context_features: jax.Array  # [R, W, M*D], residual stream after the tapped layers
-    new_k: jax.Array  # [L, R, W, G, H], rotated keys of the W rows, not yet in the cache
-    new_v: jax.Array  # [L, R, W, G, H]
+    new_k: jax.Array | None  # [L, R, W, G, H], rotated keys of the W rows, not yet in the cache
+    new_v: jax.Array | None  # [L, R, W, G, H]
+    cache: Any = None  # a paged cache has the rows already; new_k and new_v are None then
 
 
 @flax.struct.dataclass
@@ -48,6 +50,42 @@ class Packing:
     request: jax.Array  # i32[T], 0 for padding
     offset: jax.Array  # i32[T], row within the request, 0 for padding
     index: jax.Array  # i32[R, W]
+
+    @classmethod
+    def of(cls, rows: jax.Array, width: int, total: int) -> "Packing":
+        """Lays rows end to end.
+
+        Args:
+          rows: i32[R], of each request, 0..W.
+          width: W.
+          total: T, at least the sum of rows.
+
+        Returns:
+          The packing.
+        """
+        ends = jnp.cumsum(rows)
+        flat = jnp.arange(total)
+        request = jnp.searchsorted(ends, flat, side="right").astype(jnp.int32)
+        real = flat < ends[-1]
+        request = jnp.where(real, request, 0)
+        starts = ends - rows
+        offset = jnp.arange(width)
+        index = jnp.where(offset < rows[:, None], starts[:, None] + offset, total)
+        return cls(
+            request=request,
+            offset=jnp.where(real, flat - starts[request], 0).astype(jnp.int32),
+            index=index,
+        )
+
+    @property
+    def rows(self) -> jax.Array:
+        """i32[R], rows of each request."""
+        return (self.index < self.request.shape[0]).sum(axis=1, dtype=jnp.int32)
+
+    @property
+    def real(self) -> jax.Array:
+        """bool[T], False for padding."""
+        return jnp.arange(self.request.shape[0]) < self.rows.sum()
 
     def pack(self, rows: jax.Array) -> jax.Array:
         """[R, W, ..] -> [T, ..]; padding repeats request 0's row 0."""

@@ -29,6 +29,7 @@ LEVELS = (
         "layers",
         "rope",
         "attention",
+        "paged_attention",
         "moe",
         "packed",
         "hyper_connections",
@@ -46,9 +47,9 @@ LEVELS = (
 )
 RANK = {unit: rank for rank, units in enumerate(LEVELS) for unit in units}
 
-LAYER_UNITS = {"layers", "rope", "attention", "moe", "hyper_connections"}
+LAYER_UNITS = {"layers", "rope", "attention", "paged_attention", "moe", "hyper_connections"}
 MODEL_UNITS = {"target", "draft"}
-LINEN_UNITS = (LAYER_UNITS | MODEL_UNITS) - {"rope"}
+LINEN_UNITS = (LAYER_UNITS | MODEL_UNITS) - {"rope", "paged_attention"}
 
 # Barred although the levels would allow it: the two models meet only in what they are handed, and
 # the rules of a round work on arrays, whatever model those came from.

@@ -34,7 +34,8 @@ from dspark_jax.cli import run_main, say
 from dspark_jax.draft.deepseek import DeepseekDraft
 from dspark_jax.engine.load import DTYPES
 from dspark_jax.engine.profile import draft_key
-from dspark_jax.schedule import POLICIES, ScheduleConfig
+from dspark_jax.kv_cache import KV_CACHES
+from dspark_jax.schedule import PLANNERS, POLICIES, ScheduleConfig
 from dspark_jax.sharding import make_mesh, parse_mesh
 from dspark_jax.sps import SpsKey
 
@@ -61,7 +62,15 @@ def parser() -> argparse.ArgumentParser:
         "--experts", default="as-dtype", choices=("as-dtype", "packed"),
         help="routed experts of a DeepSeek draft: 'packed' stay FP4 in memory",
     )  # fmt: skip
+    parser.add_argument(
+        "--kv-cache", default="contiguous", choices=KV_CACHES,
+        help="'paged': the target's in pages; goes with --policy lagged --planner host",
+    )  # fmt: skip
     parser.add_argument("--policy", default="presampled", choices=sorted(POLICIES))
+    parser.add_argument(
+        "--planner", default="device", choices=PLANNERS,
+        help="'host': a program for every number of verified rows (policy 'lagged')",
+    )  # fmt: skip
     parser.add_argument("--programs", nargs="+", default=KINDS[:3], choices=KINDS)
     parser.add_argument(
         "--widths", type=int, nargs="+", metavar="R",
@@ -102,7 +111,7 @@ def compile_all(
         programs += drafts.programs
         params, state = drafts.params, drafts.state
     else:
-        decoder = models.decoder(ScheduleConfig(policy=args.policy))
+        decoder = models.decoder(ScheduleConfig(policy=args.policy, planner=args.planner))
         runs = [(decoder, models, {"prefill", "round"})]
         if models.draft is not None and "plain" in args.programs:
             alone = dataclasses.replace(decoder, draft=None, schedule=ScheduleConfig())
@@ -136,7 +145,7 @@ def main() -> None:
         raise ValueError("--slots and --at-context must be at least 1, and --context at least 2.")
     prepare_environment()
     topology = load_topology(args.topology)
-    models = describe_models(args.model, args.draft, DTYPES[args.dtype])
+    models = describe_models(args.model, args.draft, DTYPES[args.dtype], kv_cache=args.kv_cache)
     if args.experts == "packed":
         if not isinstance(models.draft, DeepseekDraft):
             raise ValueError("--experts packed is for a DeepSeek draft; leave it out.")

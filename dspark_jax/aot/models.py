@@ -68,13 +68,16 @@ def presets() -> tuple[str, ...]:
     return tuple(sorted(p.parent.name for p in PRESETS.glob("*/config.json")))
 
 
-def describe_models(model: str, draft: str, dtype: jnp.dtype) -> Models:
+def describe_models(
+    model: str, draft: str, dtype: jnp.dtype, *, kv_cache: str = "contiguous"
+) -> Models:
     """Shapes of a pair.
 
     Args:
       model: a preset, a directory with a config.json, the demo target's name, or "none".
       draft: a preset, a directory, "random" (a small one), or "none".
       dtype: of weights and caches.
+      kv_cache: the target's, "contiguous" or "paged".
 
     Returns:
       The models.
@@ -94,7 +97,8 @@ def describe_models(model: str, draft: str, dtype: jnp.dtype) -> Models:
     taps = chosen.config.target_layer_ids if chosen else ()
     target, shared = None, None
     if target_config is not None:
-        target = LlamaTarget(config=target_config, tap_layer_ids=taps)
+        paged = kv_cache == "paged"
+        target = LlamaTarget(config=target_config, tap_layer_ids=taps, paged=paged)
     params = PairParams(
         target=_shapes(target, dtype) if target else None,
         draft=_shapes(chosen, dtype) if chosen else None,

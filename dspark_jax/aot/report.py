@@ -13,6 +13,7 @@ from dspark_jax.aot.fit import Fit
 from dspark_jax.aot.hlo import Array
 from dspark_jax.attention import CONTEXT_BLOCK
 from dspark_jax.config_deepseek import DeepseekDraftConfig
+from dspark_jax.kv_cache import PAGE_SIZE
 from dspark_jax.moe import EXCHANGE
 from dspark_jax.sps import FORMAT, Curve, SpsKey, SpsTable
 
@@ -94,12 +95,14 @@ def filled_share(
     Returns:
       Array -> part.
     """
-    window = (0, 0)
+    window, pages = (0, 0), math.ceil(capacity / PAGE_SIZE)
     if isinstance(draft, DeepseekDraftConfig):
         window = (draft.sliding_window, draft.head_dim)
 
     def share(array: Array) -> float:
         dims = array.dims
+        if len(dims) == 4 and dims[1] == PAGE_SIZE and dims[0] % pages == 0:
+            return min(requests * math.ceil(context / PAGE_SIZE) / dims[0], 1.0)
         if len(dims) >= 4 and dims[-2] == capacity:
             return min(requests / math.prod(dims[:-3]), 1.0) * min(context / capacity, 1.0)
         if len(dims) >= 3 and dims[-2:] == window:

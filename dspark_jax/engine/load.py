@@ -19,6 +19,7 @@ from dspark_jax.draft.dense import DenseDraft
 from dspark_jax.draft.protocol import Draft
 from dspark_jax.engine.fit import fit_draft, fit_target
 from dspark_jax.engine.spread import place_pair
+from dspark_jax.kv_cache import KV_CACHES
 from dspark_jax.schedule import ScheduleConfig
 from dspark_jax.sharding import MeshShape, make_mesh
 from dspark_jax.state import Decoder
@@ -83,6 +84,7 @@ def load_pair(
     *,
     dtype: str = "float32",
     experts: str | None = None,
+    kv_cache: str = "contiguous",
     mesh: MeshShape | None = None,
 ) -> Pair:
     """Loads a target and a draft.
@@ -94,6 +96,7 @@ def load_pair(
       dtype: "float32" or "bfloat16", of weights and caches.
       experts: how a DeepSeek draft holds its routed experts: "packed" (FP4 or FP8, as stored),
         "float32" or "bfloat16"; None is `dtype`.
+      kv_cache: the target's, "contiguous" or "paged".
       mesh: to spread the models over; None uses one device.
 
     Compiled programs are kept on disk from here on (see `use_compilation_cache`).
@@ -109,10 +112,12 @@ def load_pair(
     if mesh is not None:
         devices = make_mesh(mesh)
         with jax.default_device(host_device()):  # they need not fit one device
-            pair = load_pair(model, draft, dtype=dtype, experts=experts)
+            pair = load_pair(model, draft, dtype=dtype, experts=experts, kv_cache=kv_cache)
         return spread_pair(pair, devices)
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}; expected one of {sorted(DTYPES)}.")
+    if kv_cache not in KV_CACHES:
+        raise ValueError(f"kv_cache={kv_cache!r}; expected one of {KV_CACHES}.")
     use_compilation_cache()
     directory = resolve_model(model)
     config, params = load_target(directory, dtype=DTYPES[dtype])
@@ -138,7 +143,7 @@ def load_pair(
     return Pair(
         name=directory.name,
         directory=directory,
-        target=LlamaTarget(config=config, tap_layer_ids=taps),
+        target=LlamaTarget(config=config, tap_layer_ids=taps, paged=kv_cache == "paged"),
         draft=model_of_draft,
         params=PairParams(
             target=params, draft=draft_params, shared=shared if model_of_draft else None

@@ -13,6 +13,7 @@ from dspark_jax.decode import decode_round, plain_step, prefill
 from dspark_jax.engine.requests import Request
 from dspark_jax.engine.spread import Spread
 from dspark_jax.layouts import keep_layouts
+from dspark_jax.paged_attention import check_pages
 from dspark_jax.schedule import ScheduleConfig
 from dspark_jax.state import Decoder, DecodeState, admit, init_state, release
 from dspark_jax.types import PairParams, SamplingParams, ScheduleTables
@@ -99,6 +100,9 @@ class Programs:
       progress: told the name of each program before it is compiled.
       mesh: to spread slots and models over; None uses one device.
 
+    Raises:
+      ValueError: the target has a paged cache that no kernel of the TPU at hand can read.
+
     Attributes:
       groups: of slots that decode on their own, side by side; 1 without a mesh.
       group_slots: slots of each.
@@ -118,6 +122,7 @@ class Programs:
         progress: Callable[[str], None] = lambda message: None,
         mesh: jax.sharding.Mesh | None = None,
     ):
+        _check_cache(decoder, dtype, mesh)
         self.decoder = decoder
         self.capacity = capacity
         self.chunks = tuple(c for c in PREFILL_CHUNKS if c < capacity) or (capacity,)
@@ -203,6 +208,14 @@ class Programs:
         if self.spread is not None:
             return self.spread.compile(function, *shapes, donate=donate, output=output)
         return jax.jit(function, donate_argnums=donate).lower(*shapes).compile()
+
+
+def _check_cache(decoder: Decoder, dtype: jnp.dtype, mesh: jax.sharding.Mesh | None) -> None:
+    """Refuses a paged cache that a TPU's kernel could not read, rather than be slow."""
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    if decoder.target.paged and platform == "tpu":
+        config, parts = decoder.target.config, 1 if mesh is None else mesh.shape["model"]
+        check_pages(config.num_key_value_heads // parts, config.head_dim, dtype)
 
 
 def _ints(count: int) -> list[jax.ShapeDtypeStruct]:

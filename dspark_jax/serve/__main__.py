@@ -23,6 +23,7 @@ DEMO_TARGET = "smollm2-135m-instruct"
 # The choices of the modules that define them, which take longer to import than a server may take
 # to answer.
 DTYPES = ("bfloat16", "float32")
+KV_CACHES = ("contiguous", "paged")
 CONFIDENCE_SOURCES = ("head", "online")
 PLANNERS = ("device", "host")
 POLICIES = ("early_stop", "full", "global", "lagged", "presampled", "threshold")
@@ -63,6 +64,11 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--experts", choices=("packed", "bfloat16", "float32"),
         help="how a DeepSeek draft holds its routed experts; 'packed' is FP4 or FP8 as stored",
+    )  # fmt: skip
+    add(
+        "--kv-cache", default="contiguous", choices=KV_CACHES,
+        help="'paged': the target's in pages, read by JAX's own kernel on a TPU; rounds with "
+        "drafts then take --planner host",
     )  # fmt: skip
     add(
         "--mesh", metavar="AXIS=N,..",

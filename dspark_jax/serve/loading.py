@@ -28,6 +28,7 @@ class LoadOptions:
     dtype: str = "float32"
     mesh: str | None = None
     experts: str | None = None
+    kv_cache: str = "contiguous"
     policy: str = "full"
     confidence_threshold: float = 0.0
     threshold_kind: str = "per_position"
@@ -61,11 +62,14 @@ def load_served(options: LoadOptions, progress: Callable[[str], None]) -> Served
     names = [field.name for field in dataclasses.fields(ScheduleConfig)]
     schedule = ScheduleConfig(**{name: getattr(options, name) for name in names})
     schedule.check_lossless(options.rejection_sample_method)
+    if options.kv_cache == "paged" and options.draft not in ("auto", "none"):
+        schedule.check_paged()
     mesh = parse_mesh(options.mesh) if options.mesh else None
     progress(f"loading {options.model}")
     pair = load_pair(
-        options.model, options.draft, dtype=options.dtype, experts=options.experts, mesh=mesh
-    )
+        options.model, options.draft, dtype=options.dtype, experts=options.experts,
+        kv_cache=options.kv_cache, mesh=mesh,
+    )  # fmt: skip
     longest = pair.target.config.max_position_embeddings
     capacity = options.max_model_len or min(DEFAULT_MAX_MODEL_LEN, longest)
     if capacity > longest:

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -16,7 +17,13 @@ import jax.numpy as jnp
 
 from dspark_jax.attention import attend
 from dspark_jax.config import TargetConfig
-from dspark_jax.kv_cache import KVCache, make_cache
+from dspark_jax.kv_cache import (
+    KVCache,
+    PagedCache,
+    make_cache,
+    make_paged_cache,
+    write_pages,
+)
 from dspark_jax.layers import (
     KERNEL_INIT,
     GatedMlp,
@@ -27,10 +34,11 @@ from dspark_jax.layers import (
     score_vocabulary,
 )
 from dspark_jax.moe import MoeMlp
+from dspark_jax.paged_attention import attend_pages
 from dspark_jax.sharding import whole
 from dspark_jax.types import Packing, Params, SharedHead, TargetOutput
 
-AttendFn = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+AttendFn = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any, Any]]
 
 
 class DecoderLayer(nn.Module):
@@ -41,16 +49,17 @@ class DecoderLayer(nn.Module):
     @nn.compact
     def __call__(
         self, x: jax.Array, angles: jax.Array, attend_fn: AttendFn
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, Any, Any]:
         """Runs the layer.
 
         Args:
           x: [R, W, D].
           angles: f32[R, W, 2, H/2].
-          attend_fn: maps q [R, W, N, H], k, v [R, W, G, H] to [R, W, N, H].
+          attend_fn: maps q [R, W, N, H] and k, v [R, W, G, H], rotated, to [R, W, N, H] and two
+            more results.
 
         Returns:
-          x [R, W, D] after the layer, and the rows' rotated K and V [R, W, G, H].
+          x [R, W, D] after the layer, and the other results of `attend_fn`.
         """
         cfg = self.config
         groups, head_dim, width = cfg.num_key_value_heads, cfg.head_dim, cfg.hidden_size
@@ -68,7 +77,8 @@ class DecoderLayer(nn.Module):
             k = RmsNorm(cfg.rms_norm_eps, name="k_norm")(k)
         q = apply_rope(q, angles, interleaved=cfg.rope.interleaved)
         k = apply_rope(k, angles, interleaved=cfg.rope.interleaved)
-        y = attend_fn(q, k, v).reshape(*x.shape[:2], groups, per_group, head_dim)
+        y, new, cache = attend_fn(q, k, v)
+        y = y.reshape(*x.shape[:2], groups, per_group, head_dim)
         y = project(y, out, inner=3)
         if cfg.attention_bias:
             y = y + self.param("o_bias", nn.initializers.zeros_init(), (width,))
@@ -76,7 +86,7 @@ class DecoderLayer(nn.Module):
         mlp = (
             MoeMlp(cfg.moe, name="mlp") if cfg.moe else GatedMlp(cfg.intermediate_size, name="mlp")
         )
-        return whole(x + mlp(RmsNorm(cfg.rms_norm_eps, name="mlp_norm")(x))), k, v
+        return whole(x + mlp(RmsNorm(cfg.rms_norm_eps, name="mlp_norm")(x))), new, cache
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,10 +96,12 @@ class LlamaTarget:
     Attributes:
       config: the architecture.
       tap_layer_ids: layers whose output is returned as context features; -1 is the embedding.
+      paged: the cache is a `PagedCache`, in which a forward stores its rows before attention.
     """
 
     config: TargetConfig
     tap_layer_ids: tuple[int, ...] = ()
+    paged: bool = False
 
     def __post_init__(self):
         last = self.config.num_hidden_layers - 1
@@ -107,7 +119,7 @@ class LlamaTarget:
         angles = jnp.zeros((1, 1, 2, cfg.head_dim // 2))
 
         def init_layer(key: jax.Array) -> Params:
-            return DecoderLayer(cfg).init(key, x, angles, lambda q, k, v: q)["params"]
+            return DecoderLayer(cfg).init(key, x, angles, lambda q, k, v: (q, None, None))["params"]
 
         params = {
             "embedding": KERNEL_INIT(embed_key, (cfg.vocab_size, cfg.hidden_size)),
@@ -118,10 +130,11 @@ class LlamaTarget:
             params["head"] = KERNEL_INIT(head_key, (cfg.vocab_size, cfg.hidden_size))
         return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
-    def make_cache(self, slots: int, capacity: int, dtype: jnp.dtype) -> KVCache:
+    def make_cache(self, slots: int, capacity: int, dtype: jnp.dtype) -> KVCache | PagedCache:
         """An empty KV cache of `capacity` rows for each of `slots` slots."""
         cfg = self.config
-        return make_cache(
+        make = make_paged_cache if self.paged else make_cache
+        return make(
             cfg.num_hidden_layers, slots, cfg.num_key_value_heads, capacity, cfg.head_dim, dtype
         )
 
@@ -138,65 +151,104 @@ class LlamaTarget:
         self,
         params: Params,
         tokens: jax.Array,
-        cache: KVCache,
+        cache: KVCache | PagedCache,
         *,
         cache_len: jax.Array,
         first_slot: jax.Array | int = 0,
+        count: jax.Array | None = None,
     ) -> TargetOutput:
         """Runs W rows per request after its cached context; prefill and verify are this call.
 
         Args:
           params: tree of `init`, layers stacked or split.
           tokens: i32[R, W]; row w sits at position cache_len + w and sees rows 0..w.
-          cache: KVCache [L, S, G, C, H], read only.
+          cache: KVCache [L, S, G, C, H], read only; or a PagedCache.
           cache_len: i32[R], rows already cached.
           first_slot: slot of request 0; request r uses slot first_slot + r.
+          count: i32[R], real rows of each request, which come first; None is all. A KVCache does
+            not ask: the others are computed as well.
 
         Returns:
-          Hidden states, context features and the rows' K/V (to be stored by `write_rows`).
+          Hidden states, context features and the rows' K/V (to be stored by `write_rows`). Of a
+          PagedCache: the cache with the real rows in place of K/V, and zeros for the others.
         """
+        if isinstance(cache, PagedCache):
+            return self._forward_paged(params, tokens, cache, cache_len, first_slot, count)
         positions = cache_len[:, None] + jnp.arange(tokens.shape[1])
 
-        def attend_fn(layer: jax.Array | int, q: jax.Array, k: jax.Array, v: jax.Array):
-            return attend(
+        def attend_fn(layer: jax.Array | int, _: None, q: jax.Array, k: jax.Array, v: jax.Array):
+            out = attend(
                 q, k, v, cache, layer,
                 first_slot=first_slot, cache_len=cache_len, causal=True, scale=self._scale,
             )  # fmt: skip
+            return out, (k, v), None
 
         return self._run(params, tokens, positions, attend_fn)
+
+    def _forward_paged(
+        self,
+        params: Params,
+        tokens: jax.Array,
+        cache: PagedCache,
+        cache_len: jax.Array,
+        first_slot: jax.Array | int,
+        count: jax.Array | None,
+    ) -> TargetOutput:
+        """`forward` by way of flat rows."""
+        requests, width = tokens.shape
+        count = jnp.full(requests, width) if count is None else count
+        packing = Packing.of(count, width, requests * width)
+        out = self.forward_packed(
+            params, packing.pack(tokens), cache, packing, cache_len=cache_len,
+            first_slot=first_slot,
+        )  # fmt: skip
+        return out.replace(
+            hidden=packing.unpack(out.hidden[0]),
+            context_features=packing.unpack(out.context_features[0]),
+        )
 
     def forward_packed(
         self,
         params: Params,
         tokens: jax.Array,
-        cache: KVCache,
+        cache: KVCache | PagedCache,
         packing: Packing,
         *,
         cache_len: jax.Array,
+        first_slot: jax.Array | int = 0,
     ) -> TargetOutput:
         """Runs T flat rows that belong to R requests; every matmul costs T rows, not R*W.
 
         Args:
           params: tree of `init`.
           tokens: i32[T].
-          cache: KVCache [L, S, G, C, H], read only; request r uses slot r.
+          cache: KVCache [L, S, G, C, H], read only; or a PagedCache.
           packing: which request and row each flat row is.
           cache_len: i32[R], rows already cached.
+          first_slot: slot of request 0; request r uses slot first_slot + r.
 
         Returns:
           As `forward`: hidden [1, T, D] and context features stay flat, new K/V are [L, R, W, G, H]
-          with zeros where a request has no such row.
+          with zeros where a request has no such row; or the PagedCache that has them.
         """
         positions = cache_len[packing.request] + packing.offset
+        where = dict(first_slot=first_slot, cache_len=cache_len, scale=self._scale)
 
-        def attend_fn(layer: jax.Array | int, q: jax.Array, k: jax.Array, v: jax.Array):
-            q, k, v = (packing.unpack(x[0]) for x in (q, k, v))
-            out = attend(
-                q, k, v, cache, layer,
-                first_slot=0, cache_len=cache_len, causal=True, scale=self._scale,
-            )  # fmt: skip
-            return packing.pack(out)[None]
+        def attend_fn(layer: jax.Array | int, _: None, *rows: jax.Array):
+            q, k, v = (packing.unpack(x[0]) for x in rows)
+            out = attend(q, k, v, cache, layer, causal=True, **where)
+            return packing.pack(out)[None], rows[1:], None
 
+        def attend_stored(layer: jax.Array | int, stored: PagedCache, *rows: jax.Array):
+            q, k, v = (x[0] for x in rows)
+            position = jnp.where(packing.real, positions, stored.pages.shape[2])
+            slot = first_slot + packing.request
+            stored = write_pages(stored, layer, k, v, slot=slot, position=position)
+            out = attend_pages(q, stored, layer, packing, **where)
+            return out[None], (None, None), stored
+
+        if isinstance(cache, PagedCache):
+            return self._run(params, tokens[None], positions[None], attend_stored, cache)
         out = self._run(params, tokens[None], positions[None], attend_fn)
         unpack_layers = jax.vmap(packing.unpack)
         return out.replace(
@@ -208,51 +260,69 @@ class LlamaTarget:
         return self.config.head_dim**-0.5
 
     def _run(
-        self, params: Params, tokens: jax.Array, positions: jax.Array, attend_fn: Callable
+        self,
+        params: Params,
+        tokens: jax.Array,
+        positions: jax.Array,
+        attend_fn: Callable,
+        cache: PagedCache | None = None,
     ) -> TargetOutput:
+        """The layers; a paged cache goes from each to the next."""
         cfg = self.config
         x = whole(params["embedding"][tokens])
         angles = rope_angles(cfg.rope, cfg.head_dim, positions)
 
-        def run_layer(x: jax.Array, layer_params: Params, layer: jax.Array | int) -> tuple:
+        def run_layer(
+            x: jax.Array, layer_params: Params, layer: jax.Array | int, cache: PagedCache | None
+        ) -> tuple:
             return DecoderLayer(cfg).apply(
-                {"params": layer_params}, x, angles, functools.partial(attend_fn, layer)
+                {"params": layer_params}, x, angles, functools.partial(attend_fn, layer, cache)
             )
 
         taps = {-1: x} if -1 in self.tap_layer_ids else {}
         if isinstance(params["layers"], dict):
-            x, new_k, new_v, taps = self._scan(run_layer, x, params["layers"], taps)
+            x, (new_k, new_v), cache, taps = self._scan(run_layer, x, params["layers"], cache, taps)
         else:
-            keys, values = [], []
+            rows = []
             for i, layer_params in enumerate(params["layers"]):
-                x, k, v = run_layer(x, layer_params, i)
-                keys.append(k)
-                values.append(v)
+                x, new, cache = run_layer(x, layer_params, i, cache)
+                rows.append(new)
                 if i in self.tap_layer_ids:
                     taps[i] = x
             # A barrier: fused with what follows, every element would look for its layer.
-            new_k, new_v = jax.lax.optimization_barrier((jnp.stack(keys), jnp.stack(values)))
+            new_k, new_v = jax.lax.optimization_barrier(
+                jax.tree.map(lambda *x: jnp.stack(x), *rows)
+            )
         hidden = RmsNorm(cfg.rms_norm_eps).apply({"params": params["norm"]}, x)
         features = [taps[i] for i in self.tap_layer_ids]
         context = whole(jnp.concatenate(features, axis=-1)) if features else x[..., :0]
-        return TargetOutput(hidden=hidden, context_features=context, new_k=new_k, new_v=new_v)
+        return TargetOutput(
+            hidden=hidden, context_features=context, new_k=new_k, new_v=new_v, cache=cache
+        )
 
-    def _scan(self, run_layer: Callable, x: jax.Array, layers: Params, taps: dict) -> tuple:
+    def _scan(
+        self,
+        run_layer: Callable,
+        x: jax.Array,
+        layers: Params,
+        cache: PagedCache | None,
+        taps: dict,
+    ) -> tuple:
         """Scans the stacked layers; taps are kept in the carry, one buffer of [M', R, W, D]."""
         ids = jnp.array([i for i in self.tap_layer_ids if i >= 0], jnp.int32)
         kept = jnp.zeros((len(ids), *x.shape), x.dtype)
 
         def body(carry: tuple, inputs: tuple) -> tuple:
-            x, kept = carry
+            x, kept, cache = carry
             layer_params, layer = inputs
-            x, k, v = run_layer(x, layer_params, layer)
+            x, new, cache = run_layer(x, layer_params, layer, cache)
             kept = jnp.where((ids == layer)[:, None, None, None], x, kept)
-            return (x, kept), (k, v)
+            return (x, kept, cache), new
 
         steps = jnp.arange(self.config.num_hidden_layers)
-        (x, kept), (new_k, new_v) = jax.lax.scan(body, (x, kept), (layers, steps))
+        (x, kept, cache), new = jax.lax.scan(body, (x, kept, cache), (layers, steps))
         real = [i for i in self.tap_layer_ids if i >= 0]
-        return x, new_k, new_v, taps | {i: kept[n] for n, i in enumerate(real)}
+        return x, new, cache, taps | {i: kept[n] for n, i in enumerate(real)}
 
 
 def split_layers(params: Params) -> Params:

@@ -36,12 +36,14 @@ def test_generate_gives_the_same_text_with_and_without_a_draft(
     pair: TinyPair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     texts = []
-    for draft in (pair.draft, "none"):
+    paged = ["--kv-cache", "paged", "--policy", "lagged", "--planner", "host"]
+    monkeypatch.setattr("dspark_jax.engine.programs.ADAPTIVE_FRACTIONS", (0.0, 1.0))
+    for draft, more in ((pair.draft, []), ("none", []), (pair.draft, paged)):
         argv = ["the quick", "--model", pair.target, "--draft", draft, "--max-new-tokens", 9]
-        _run("dspark_jax.generate", [*argv, "--json"], monkeypatch)
+        _run("dspark_jax.generate", [*argv, *more, "--json"], monkeypatch)
         texts.append(json.loads(capsys.readouterr().out))
-    drafted, plain = texts
-    assert drafted["token_ids"] == plain["token_ids"]
+    drafted, plain, by_pages = texts
+    assert drafted["token_ids"] == plain["token_ids"] == by_pages["token_ids"]
     assert drafted["completion_tokens"] == len(drafted["token_ids"]) <= 9
     assert drafted["tau"] == pytest.approx(drafted["completion_tokens"] / drafted["rounds"])
     assert plain["rounds"] == plain["completion_tokens"]
@@ -111,6 +113,7 @@ def test_generated_data_is_resumed_and_the_same_for_a_seed(
         (["--model", "nowhere"], "nowhere"),
         (["--draft", "nowhere"], "nowhere"),
         (["--policy", "global"], "distribution would change"),
+        (["--kv-cache", "paged"], "planner='host'"),
         (["--prompts", "missing.jsonl"], "missing.jsonl"),
         (["--confidence-threshold", "2"], "between 0 and 1"),
         (["--batch", "0"], "batch=0"),

@@ -395,6 +395,8 @@ def test_early_stop_gets_a_measured_table(tmp_path):
         ({"max_model_len": 4096}, "max_model_len=4096 is beyond the 1024 tokens"),
         ({"policy": "global"}, "policy='global'"),
         ({"confidence_threshold": 2.0}, "confidence_threshold=2.0"),
+        ({"kv_cache": "pages"}, "kv_cache='pages'"),
+        ({"kv_cache": "paged", "draft": "random"}, "planner='host'"),
         ({"draft": "nowhere"}, "draft 'nowhere' is not a directory"),
     ],
 )
@@ -403,4 +405,3 @@ def test_bad_options_are_explained(tmp_path, fields, words):
     options = LoadOptions(**({"model": str(target), "draft": "none"} | fields))
     with pytest.raises((ValueError, FileNotFoundError), match=words):
         load_served(options, lambda message: None)
-

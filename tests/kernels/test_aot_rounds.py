@@ -10,12 +10,14 @@ import pytest
 
 from dspark_jax.aot.compiled import Compiled
 from dspark_jax.aot.fit import estimate_fit
+from dspark_jax.aot.hlo import is_mosaic
 from dspark_jax.aot.models import Models
 from dspark_jax.aot.pair import PairPrograms, selection
 from dspark_jax.aot.report import cost_points
 from dspark_jax.aot.topology import has_compiler, load_topology
 from dspark_jax.config import RopeConfig, TargetConfig
 from dspark_jax.draft.dense import DenseDraft
+from dspark_jax.engine import programs
 from dspark_jax.engine.load import random_draft_config
 from dspark_jax.schedule import ScheduleConfig
 from dspark_jax.sharding import make_mesh, parse_mesh
@@ -38,6 +40,7 @@ CASES = {
     "tpu7x:2x2x4": "data=8,model=4",
 }  # fmt: skip
 
+
 # Kernels in the text of a program; one that is missing would be a silent fall back to the
 # reference. The target's layers are one loop, in every branch of the switch over verified rows.
 def round_kernels(buckets: int) -> int:
@@ -45,17 +48,18 @@ def round_kernels(buckets: int) -> int:
     return DRAFT_LAYERS + 1 + buckets
 
 
-def small_models() -> Models:
+def small_models(*, layers: int = LAYERS, head_dim: int = 128, paged: bool = False) -> Models:
     """A pair with heads as wide as the lanes of a TPU."""
     config = TargetConfig(
-        model_type="qwen3", vocab_size=1024, hidden_size=256, num_hidden_layers=LAYERS,
-        num_attention_heads=8, num_key_value_heads=4, head_dim=128, intermediate_size=512,
+        model_type="qwen3", vocab_size=1024, hidden_size=256, num_hidden_layers=layers,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=head_dim, intermediate_size=512,
         rms_norm_eps=1e-6, rope=RopeConfig(), tie_word_embeddings=False, qk_norm=True,
     )  # fmt: skip
     draft_config = dataclasses.replace(
         random_draft_config(config), num_hidden_layers=DRAFT_LAYERS, block_size=DRAFTS
     )
-    target = LlamaTarget(config=config, tap_layer_ids=draft_config.target_layer_ids)
+    taps = draft_config.target_layer_ids
+    target = LlamaTarget(config=config, tap_layer_ids=taps, paged=paged)
     draft = DenseDraft(config=draft_config)
 
     def shapes(model: LlamaTarget | DenseDraft) -> dict:
@@ -107,6 +111,50 @@ def _check_costs(program: Compiled, programs: PairPrograms, *, parts: int, devic
         assert bool(collectives) == (devices > 1)
         vocabulary = 2 * target.vocab_size * 4
         assert all(size / runs < vocabulary for runs, size in collectives.values())
+
+
+PAGED_CASES = {
+    "v5e:1x1": "data=1", "v6e:1x1": "data=1", "v5p:1x1x1": "data=1", "tpu7x:1x1x1": "model=2",
+    "v6e:2x2": "data=2,model=2",
+}  # fmt: skip
+
+
+def compile_paged(name: str, mesh: str, models: Models, kinds: tuple[str, ...]) -> PairPrograms:
+    """Programs over a paged cache that is far larger than anything else they hold."""
+    topology, shape = load_topology(name), parse_mesh(mesh)
+    return PairPrograms(
+        models.decoder(ScheduleConfig(policy="lagged", planner="host")), models, topology,
+        make_mesh(shape, topology.devices), slots=2 * shape.data, capacity=1 << 15,
+        wanted=selection(kinds, (2,)), progress=print,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAGED_CASES)
+def test_a_round_over_pages_compiles_with_jax_s_kernel(name, monkeypatch):
+    """One number of verified rows, as the host chooses it; on v6e:1x1 also a chunk of a prompt."""
+    monkeypatch.setattr(programs, "row_buckets", lambda rows, k, adaptive: (rows * (k + 1),))
+    monkeypatch.setattr(programs, "PREFILL_CHUNKS", (128,))
+    kinds = ("round", "prefill") if name == "v6e:1x1" else ("round",)
+    compiled = compile_paged(name, PAGED_CASES[name], small_models(layers=2, paged=True), kinds)
+    pages = compiled.state_shapes.target_kv.pages
+    cache = math.prod(pages.sharding.shard_shape(pages.shape)) * pages.dtype.itemsize
+    assert [program.kind for program in compiled.compiled] == list(reversed(kinds))
+    for program in compiled.compiled:
+        assert program.memory.temporaries < cache / 8, "the cache is stored to where it lies"
+        assert program.memory.new_outputs < cache / 8
+        instructions = [
+            i for c in program.module.computations.values() for i in c.instructions.values()
+        ]
+        names = [i.op_name for i in instructions if is_mosaic(i)]
+        paged = [n for n in names if "ragged_paged_attention" in n]
+        assert len(paged) == 1 and "DecoderLayer" in paged[0]
+        assert len(names) == (round_kernels(1) if program.kind == "round" else 1)
+
+
+def test_pages_that_no_kernel_reads_are_refused():
+    models = small_models(layers=2, head_dim=64, paged=True)
+    with pytest.raises(ValueError, match="heads of width 64"):
+        compile_paged("v5e:1x1", "data=1", models, ("round",))
 
 
 @pytest.mark.parametrize(

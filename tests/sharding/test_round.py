@@ -1,5 +1,7 @@
 """The round over eight devices: the same tokens as on one, and little talk between them."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,10 +10,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dspark_jax import moe
 from dspark_jax.draft.propose import propose
+from dspark_jax.engine import programs
 from dspark_jax.engine.core import Engine
 from dspark_jax.engine.counters import Counters
 from dspark_jax.engine.fit import fit_draft, fit_target
 from dspark_jax.engine.spread import place_pair
+from dspark_jax.kv_cache import PAGE_SIZE
 from dspark_jax.schedule import ScheduleConfig
 from dspark_jax.sharding import make_mesh, parse_mesh
 from dspark_jax.types import PairParams, SamplingParams
@@ -102,6 +106,24 @@ def _run_where_drafts_hardly_pay(engine: Engine) -> tuple[list, Counters]:
         speeds[0] = 2.0  # twice as fast as a round with drafts
     tokens = [sequence.token_ids for sequence in engine.run(requests())]
     return tokens, engine.counters
+
+
+def test_pages_over_devices_decode_the_same(dense, expected, monkeypatch):
+    """Heads of a page lie on the devices that hold them, and no layer moves any of the cache."""
+    target, draft, params = dense
+    paged = (dataclasses.replace(target, paged=True), draft, params)
+    schedule = ScheduleConfig(policy="lagged", planner="host")
+    monkeypatch.setattr(programs, "row_buckets", lambda rows, k, adaptive: (rows * (k + 1),))
+    engine = make_engine(paged, "data=2,model=4", schedule=schedule)
+    tokens = [sequence.token_ids for sequence in engine.run(requests())]
+    assert tokens == expected[0]
+    pages = engine.programs.new_state().target_kv.pages
+    assert pages.addressable_shards[0].data.shape == (2, SLOTS // 2, PAGE_SIZE, 2 * 8 // 4, 8)
+    (program,) = engine.programs.planned.values()
+    rows = SLOTS // 2 * (BLOCK + 1)
+    in_layers = [c for c in collectives(program.as_text()) if "DecoderLayer" in c.where]
+    assert [c.kind for c in in_layers] == ["all-reduce"] * 2
+    assert {c.size for c in in_layers} == {rows * WIDTH}
 
 
 def test_experts_over_devices_decode_the_same(monkeypatch):

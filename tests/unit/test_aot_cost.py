@@ -246,6 +246,8 @@ def test_kernels_read_what_is_filled_of_a_cache():
     share = filled_share(1024, 8, None, 4096)
     cache, rows = parse_arrays("(bf16[160,8,4096,128]{3,2,1,0}, bf16[8,7,32,128]{3,2,1,0})")
     assert share(cache) == pytest.approx(8 / 160 * 1024 / 4096) and share(rows) == 1.0
+    (pages,) = parse_arrays("bf16[2560,128,16,128]{3,2,1,0}")  # 5 layers of 16 slots
+    assert filled_share(1000, 8, None, 4000)(pages) == pytest.approx(8 * 8 / 2560)
     text = TEXT.replace('"bytes_accessed":"4000"', "").replace('64",', '64"')
     halved = ProgramCost(
         parse_module(text), CHIP, dynamic_trips=lambda name: 1, dearest=True,
