@@ -1,9 +1,10 @@
 """The verification rule of a round, from the target's logits to what is emitted.
 
 The rules themselves are in `verify.py`, on log-probabilities. On a TPU a kernel reads the logits
-instead, each once, and nothing of the size of the vocabulary is written but one row per request; it
-serves every batch in which no request drops tokens, under all rules but `block`. Work grows with
-the rows that were verified, as this runs inside the branch that verified them.
+instead, each once, and writes no more than two of their rows per request (where the draft's
+vocabulary is reduced, its log-probabilities are spread over the target's first); it serves every
+batch in which no request drops tokens, under all rules but `block`. Work grows with the rows that
+were verified, as this runs inside the branch that verified them.
 """
 
 import functools
@@ -157,7 +158,13 @@ def _fused(
     shared: SharedHead,
     method: str,
 ) -> AcceptResult:
-    """By the kernel, under a mesh on every shard of the vocabulary; the same draws."""
+    """By the kernel, under a mesh on every shard of the vocabulary; the same draws.
+
+    Drafts are judged by the log-probabilities they were drawn from. Their logits would do as well,
+    but a branch of the Markov step would have to return them that also passes them to a branch of
+    its own, and the TPU compiler ends on rounds where such an array lies in fast memory ("required
+    assignment is not equal to preferred offset").
+    """
     width = packing.index.shape[1]
     operands = dict(
         target_logits=target_logits, request=packing.request, offset=packing.offset,
