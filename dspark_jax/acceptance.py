@@ -1,10 +1,10 @@
 """The verification rule of a round, from the target's logits to what is emitted.
 
 The rules themselves are in `verify.py`, on log-probabilities. On a TPU a kernel reads the logits
-instead, each once, and writes no more than two of their rows per request (where the draft's
-vocabulary is reduced, its log-probabilities are spread over the target's first); it serves every
-batch in which no request drops tokens, under all rules but `block`. Work grows with the rows that
-were verified, as this runs inside the branch that verified them.
+instead, in tiles, and two rows of them per request are all that is written (a draft's reduced
+vocabulary is spread over the target's before). It serves every batch in which no request drops
+tokens, under all rules but `block`. Work grows with the rows that were verified, as this runs
+inside the branch that verified them.
 """
 
 import functools
