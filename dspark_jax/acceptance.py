@@ -1,13 +1,18 @@
 """The verification rule of a round, from the target's logits to what is emitted.
 
-The rules themselves are in `verify.py`, on log-probabilities. Work grows with the rows that were
-verified, as this runs inside the branch that verified them. `pallas_kernels.speculative_accept`
-does the same from logits alone, but the TPU compiler ends on some rounds that hold it in a branch
-("required assignment is not equal to preferred offset"), so rounds do not call it.
+The rules themselves are in `verify.py`, on log-probabilities. On a TPU a kernel reads the logits
+instead, in tiles, and two rows of them per request are all that is written (a draft's reduced
+vocabulary is spread over the target's before). It serves every batch in which no request drops
+tokens, under all rules but `block`. Work grows with the rows that were verified, as this runs
+inside the branch that verified them.
 """
+
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from dspark_jax.sampling import (
     Purpose,
@@ -20,8 +25,11 @@ from dspark_jax.sampling import (
     sample_plain,
     warp,
 )
+from dspark_jax.sharding import axis_size, spec_here
 from dspark_jax.types import AcceptResult, Block, Packing, SamplingParams, SharedHead
 from dspark_jax.verify import accept_block, accept_coupled, accept_standard
+from pallas_kernels.dispatch import on_tpu, per_shard
+from pallas_kernels.speculative_accept.ops import speculative_accept_packed
 
 
 def accept(
@@ -52,6 +60,59 @@ def accept(
     Returns:
       accept_len and the bonus token.
     """
+    keys = dict(sampling=sampling, anchor_pos=anchor_pos, round_index=round_index, shared=shared)
+    plain = functools.partial(_plain, **keys, method=method)
+    operands = (block, target_logits, packing, verify_len)
+    if method == "block":
+        return plain(*operands)
+    kernels = [functools.partial(_fused, **keys, method=name) for name in ("greedy", method)]
+
+    def on_chip(*operands: Any) -> AcceptResult:
+        dropping = (sampling.top_k > 0) | (sampling.top_p < 1.0) | (sampling.min_p > 0.0)
+        case = jnp.where(any_sampled(sampling), 1 + jnp.any(dropping), 0)
+        return jax.lax.switch(case, [*kernels, plain], *operands)
+
+    return on_tpu(on_chip, plain, *operands)
+
+
+def sample_undrafted(
+    target_logits: jax.Array,
+    *,
+    sampling: SamplingParams,
+    anchor_pos: jax.Array,
+    round_index: jax.Array,
+    method: str,
+) -> jax.Array:
+    """The target's token where no draft is verified: what `accept` gives for verify_len 0.
+
+    Args:
+      target_logits: f32[R, V], of the anchors' rows.
+      sampling: per-request settings.
+      anchor_pos: i32[R], position of the last committed token.
+      round_index: i32[R], rounds each request has run.
+      method: "standard", "block" or "coupled".
+
+    Returns:
+      i32[R].
+    """
+    if method == "coupled":
+        return sample_plain(target_logits, sampling, anchor_pos + 1)
+    return sample(target_logits, sampling, _residual_keys(sampling, anchor_pos, round_index))
+
+
+def _plain(
+    block: Block,
+    target_logits: jax.Array,
+    packing: Packing,
+    verify_len: jax.Array,
+    *,
+    sampling: SamplingParams,
+    anchor_pos: jax.Array,
+    round_index: jax.Array,
+    shared: SharedHead,
+    method: str,
+) -> AcceptResult:
+    """From log-probabilities of the verified rows."""
     (total, vocab), (requests, width) = target_logits.shape, packing.index.shape
 
     def greedy() -> AcceptResult:
@@ -85,29 +146,53 @@ def accept(
     return jax.lax.cond(any_sampled(sampling), sampled, greedy)
 
 
-def sample_undrafted(
+def _fused(
+    block: Block,
     target_logits: jax.Array,
+    packing: Packing,
+    verify_len: jax.Array,
     *,
     sampling: SamplingParams,
     anchor_pos: jax.Array,
     round_index: jax.Array,
+    shared: SharedHead,
     method: str,
-) -> jax.Array:
-    """The target's token where no draft is verified: what `accept` gives for verify_len 0.
+) -> AcceptResult:
+    """By the kernel, under a mesh on every shard of the vocabulary; the same draws.
 
-    Args:
-      target_logits: f32[R, V], of the anchors' rows.
-      sampling: per-request settings.
-      anchor_pos: i32[R], position of the last committed token.
-      round_index: i32[R], rounds each request has run.
-      method: "standard", "block" or "coupled".
-
-    Returns:
-      i32[R].
+    Drafts are judged by the log-probabilities they were drawn from. Their logits would do as well,
+    but a branch of the Markov step would have to return them that also passes them to a branch of
+    its own, and the TPU compiler ends on rounds where such an array lies in fast memory ("required
+    assignment is not equal to preferred offset").
     """
+    width = packing.index.shape[1]
+    operands = dict(
+        target_logits=target_logits, request=packing.request, offset=packing.offset,
+        index=packing.index, draft_tokens=block.draft_tokens, verify_len=verify_len,
+    )  # fmt: skip
+    if method != "greedy":
+        operands["temperature"] = sampling.temperature
     if method == "coupled":
-        return sample_plain(target_logits, sampling, anchor_pos + 1)
-    return sample(target_logits, sampling, _residual_keys(sampling, anchor_pos, round_index))
+        keys = [position_keys(sampling.seed, anchor_pos + 1 + w) for w in range(width)]
+        operands["noise"] = jax.random.key_data(jnp.stack(keys, axis=1))
+    if method == "standard":
+        keys = _residual_keys(sampling, anchor_pos, round_index)
+        operands["noise"] = jax.random.key_data(keys)
+        operands["uniforms"] = _uniforms(sampling, anchor_pos, round_index, width - 1)
+        operands["draft_logits"] = expand_vocabulary(block.draft_log_probs, shared)
+        operands["draft_temperature"] = jnp.ones_like(sampling.temperature)
+    axis = spec_here("vocab")[0] if axis_size("vocab") > 1 else None
+    specs = dict.fromkeys(operands, PartitionSpec()) | dict(target_logits=PartitionSpec(None, axis))
+    if method == "standard":
+        specs["draft_logits"] = PartitionSpec(None, None, axis)
+
+    def kernel(operands: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return tuple(
+            speculative_accept_packed(**operands, method=method, axis_name=axis, impl="pallas")
+        )
+
+    accept_len, token = per_shard(kernel, (specs,), PartitionSpec())(operands)
+    return AcceptResult(accept_len=accept_len, bonus_token=token)
 
 
 def _uniforms(

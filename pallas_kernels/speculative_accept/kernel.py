@@ -117,8 +117,9 @@ def row_stats(
 
 
 def _residual_body(
-    first, target, draft, log_p_sum, log_q_sum, temperature, *refs, vocab: int, columns: int
-):
+    first, target, draft, log_p_sum, log_q_sum, temperature, draft_temperature, *refs,
+    vocab: int, columns: int,
+):  # fmt: skip
     noise, out = refs[:-5], refs[-5:]
     tile = target.shape[-1]
     steps, part = split(tile, columns)
@@ -134,7 +135,7 @@ def _residual_body(
         shape, begin = (target.shape[0], part), pl.program_id(1) * tile + i * part
         column, valid = _columns(shape, begin, first[0], vocab)
         log_p = scale(target[..., at], temperature[...]) - log_p_sum[...]
-        log_q = scale(draft[..., at], temperature[...]) - log_q_sum[...]
+        log_q = scale(draft[..., at], draft_temperature[...]) - log_q_sum[...]
         residual = jnp.maximum(jnp.exp(log_p) - jnp.exp(log_q), 0.0)
         residual = jnp.where(valid, residual, 0.0)
         drawn = _noise_of(noise, at, column)
@@ -157,6 +158,7 @@ def residual_stats(
     target_log_normaliser: jax.Array,
     draft_log_normaliser: jax.Array,
     temperature: jax.Array,
+    draft_temperature: jax.Array,
     noise: jax.Array,
     first: jax.Array,
     *,
@@ -171,9 +173,10 @@ def residual_stats(
     wide = pl.BlockSpec((group, tile), lambda r, v, first: (r, v))
     small = pl.BlockSpec((group, 1), lambda r, v, first: (r, 0))
     operands = [target_row, draft_row]
-    operands += [x[:, None] for x in (target_log_normaliser, draft_log_normaliser, temperature)]
+    operands += [x[:, None] for x in (target_log_normaliser, draft_log_normaliser)]
+    operands += [temperature[:, None], draft_temperature[:, None]]
     operands += [noise[:, :1], noise[:, 1:]] if is_key(noise) else [noise]
-    specs = [wide, wide, small, small, small] + ([small, small] if is_key(noise) else [wide])
+    specs = [wide, wide, small, small, small, small] + ([small, small] if is_key(noise) else [wide])
     kinds = [jnp.float32, jnp.float32, jnp.int32, jnp.float32, jnp.int32]
     stats = pl.pallas_call(
         functools.partial(_residual_body, vocab=vocab, columns=4 * sizes.vector_columns),

@@ -40,6 +40,7 @@ def residual_stats(
     target_log_normaliser: jax.Array,
     draft_log_normaliser: jax.Array,
     temperature: jax.Array,
+    draft_temperature: jax.Array,
     noise: jax.Array,
     first: jax.Array,
 ) -> tuple[jax.Array, ...]:
@@ -50,7 +51,8 @@ def residual_stats(
       draft_row: [R, V].
       target_log_normaliser: f32[R], of the scaled logits.
       draft_log_normaliser: f32[R].
-      temperature: f32[R].
+      temperature: f32[R], of the target.
+      draft_temperature: f32[R].
       noise: f32[R, V], or key data u32[R, 2].
       first: i32[], the token of column 0.
 
@@ -61,8 +63,9 @@ def residual_stats(
     Source: Leviathan et al. 2023, Theorem 1.
     """
     vocab, temperature = target_row.shape[-1], temperature[:, None]
+    draft_scaled = scale(draft_row, draft_temperature[:, None])
     log_p = scale(target_row, temperature) - target_log_normaliser[:, None]
-    log_q = scale(draft_row, temperature) - draft_log_normaliser[:, None]
+    log_q = draft_scaled - draft_log_normaliser[:, None]
     residual = jnp.maximum(jnp.exp(log_p) - jnp.exp(log_q), 0.0)
     noise = full_noise(noise, vocab, first)
 

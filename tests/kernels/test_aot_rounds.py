@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,12 +41,25 @@ CASES = {
     "tpu7x:2x2x4": "data=8,model=4",
 }  # fmt: skip
 
+# Other rounds: what verifies, how it is scheduled; one holds a single bucket outside any branch.
+BYPASSING = dict(policy="presampled", min_predicted_gain=0.05, max_verify_len=1)
+OTHERS = {
+    "v6e:1x1": ("data=1", "coupled", BYPASSING),
+    "tpu7x:1x1x1": ("model=2", "standard", BYPASSING),
+    "v5p:1x1x1": ("data=1", "standard", dict(policy="lagged", planner="host", max_verify_len=1)),
+    "v5e:2x2": ("model=4", "coupled", {}),
+    "v5e:1x1": ("data=1", "block", {}),
+}
 
 # Kernels in the text of a program; one that is missing would be a silent fall back to the
 # reference. The target's layers are one loop, in every branch of the switch over verified rows.
-def round_kernels(buckets: int) -> int:
-    """Pallas kernels in a round's text: draft attention, Markov step, verification."""
-    return DRAFT_LAYERS + 1 + buckets
+# There a batch that samples is accepted by as many kernels, and one that does not by one more.
+ACCEPTED = {"standard": 3 + 1, "coupled": 1 + 1, "block": 0}
+
+
+def round_kernels(buckets: int, method: str) -> int:
+    """Pallas kernels in a round's text: draft attention, Markov step, verification, acceptance."""
+    return DRAFT_LAYERS + 1 + buckets * (1 + ACCEPTED[method])
 
 
 def small_models(*, layers: int = LAYERS, head_dim: int = 128, paged: bool = False) -> Models:
@@ -69,13 +83,16 @@ def small_models(*, layers: int = LAYERS, head_dim: int = 128, paged: bool = Fal
     return Models(name="small", target=target, draft=draft, params=params, dtype=jnp.bfloat16)
 
 
-def compile_round(topology_name: str, mesh_text: str, *, rows: int = 2) -> PairPrograms:
-    """One round of a small pair."""
+def compile_round(
+    topology_name: str, mesh_text: str, *, method: str = "standard", rows: int = 2, **schedule: Any
+) -> PairPrograms:
+    """The rounds of a small pair: one, or one per bucket where the host plans."""
     topology, shape, models = load_topology(topology_name), parse_mesh(mesh_text), small_models()
+    decoder = models.decoder(ScheduleConfig(**schedule))
     return PairPrograms(
-        models.decoder(ScheduleConfig()), models, topology, make_mesh(shape, topology.devices),
-        slots=rows * shape.data, capacity=CAPACITY, wanted=selection(("round",), (rows,)),
-        progress=print,
+        dataclasses.replace(decoder, rejection_sample_method=method), models, topology,
+        make_mesh(shape, topology.devices), slots=rows * shape.data, capacity=CAPACITY,
+        wanted=selection(("round",), (rows,)), progress=print,
     )  # fmt: skip
 
 
@@ -86,9 +103,19 @@ def test_a_round_compiles_with_the_kernels_it_calls(name):
     assert program.fits and program.memory.total < program.chip.hbm_bytes
     assert program.module is not None
     shape = parse_mesh(CASES[name])
-    expected = round_kernels(len(program.buckets))
-    assert program.mosaic_kernels == expected
+    assert program.mosaic_kernels == round_kernels(len(program.buckets), "standard")
     _check_costs(program, programs, parts=shape.model, devices=shape.devices)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_rounds_compile_with_the_kernels_they_call(name):
+    mesh, method, schedule = OTHERS[name]
+    programs = compile_round(name, mesh, method=method, **schedule)
+    assert len(programs.compiled) == (3 if schedule.get("planner") == "host" else 1)
+    undrafted = "min_predicted_gain" in schedule  # the plain step's verification
+    for program in programs.compiled:
+        expected = round_kernels(len(program.buckets), method) + undrafted
+        assert program.mosaic_kernels == expected
 
 
 def _check_costs(program: Compiled, programs: PairPrograms, *, parts: int, devices: int) -> None:
@@ -148,7 +175,7 @@ def test_a_round_over_pages_compiles_with_jax_s_kernel(name, monkeypatch):
         names = [i.op_name for i in instructions if is_mosaic(i)]
         paged = [n for n in names if "ragged_paged_attention" in n]
         assert len(paged) == 1 and "DecoderLayer" in paged[0]
-        assert len(names) == (round_kernels(1) if program.kind == "round" else 1)
+        assert len(names) == (round_kernels(1, "standard") if program.kind == "round" else 1)
 
 
 def test_pages_that_no_kernel_reads_are_refused():

@@ -238,6 +238,41 @@ def test_shards_of_the_vocabulary_exchange_five_numbers_per_row(method, shards, 
     assert "all_reduce" not in program and "collective_permute" not in program
 
 
+def _packed(x: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The verified rows end to end, then rows of NaN; places of other rows point anywhere."""
+    x, logits, lengths = dict(x), x["target_logits"], x["verify_len"] + 1
+    request = np.repeat(np.arange(len(lengths)), lengths)
+    offset = np.concatenate([np.arange(n) for n in lengths])
+    index = np.full(logits.shape[:2], 10**6)
+    index[request, offset] = np.arange(request.size)
+    padding = np.full((3, logits.shape[-1]), np.nan, logits.dtype)
+    x["target_logits"] = np.concatenate([logits[request, offset], padding])
+    request, offset = (np.pad(n, (0, 3)) for n in (request, offset))
+    return x | {
+        k: n.astype(np.int32) for k, n in dict(request=request, offset=offset, index=index).items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("method", "impl"),
+    [("standard", "ref"), ("standard", "interpret"), ("coupled", "interpret"), ("greedy", "ref")],
+)
+def test_packed_rows_give_the_same(method, impl, rng, capfd):
+    case = CASES["mixed"]
+    x = _coupled_operands(case, rng) if method == "coupled" else _operands(case, rng)
+    if method == "greedy":
+        x = {k: x[k] for k in ("target_logits", "draft_tokens", "verify_len")}
+    expected = _run(method, "ref", x)
+    packed = functools.partial(ops.speculative_accept_packed, method=method, impl=impl)
+    if method == "standard":  # and drafts' logits that have been divided by the temperature
+        scale = np.where(x["temperature"] > 0, x["temperature"], 1)
+        x["draft_logits"] = x["draft_logits"] / scale[:, None, None]
+        x["draft_temperature"] = np.ones_like(scale)
+    _assert_equal(jax.device_get(jax.jit(packed)(**_packed(x))), expected)
+    assert len(set(expected.accept_len)) > 1
+    assert "RACE DETECTED" not in "".join(capfd.readouterr())
+
+
 def test_operands_of_another_method_are_refused(rng):
     x = _operands(CASES["vocabulary_is_one_tile"], rng)
     with pytest.raises(ValueError, match="'greedy' does not use draft_logits"):
@@ -248,3 +283,8 @@ def test_operands_of_another_method_are_refused(rng):
         ops.speculative_accept(**x | {"draft_tokens": x["draft_tokens"][:, :1]}, method="standard")
     with pytest.raises(ValueError, match="method is 'block'"):
         ops.speculative_accept(**x, method="block")
+    packed = _packed(x)
+    with pytest.raises(ValueError, match=r"offset is \(4,\); expected \(8,\)"):
+        ops.speculative_accept_packed(
+            **packed | {"offset": packed["offset"][:4]}, method="standard"
+        )

@@ -20,7 +20,7 @@ from dspark_jax.sharding import make_mesh, param_specs, parse_mesh
 from dspark_jax.types import SharedHead
 from pallas_kernels.block_attention.ops import block_attention, block_attention_paged
 from pallas_kernels.markov_sample.ops import markov_sample
-from pallas_kernels.speculative_accept.ops import speculative_accept
+from pallas_kernels.speculative_accept.ops import speculative_accept, speculative_accept_packed
 from pallas_kernels.window_attention.ops import window_attention
 from tests.deepseek_models import deepseek_config
 
@@ -36,16 +36,25 @@ F32, BF16, I32, U32 = jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint32
 
 # Qwen3-8B's draft (K = 7), SmolLM2's, and DeepSeek V4.1's (K = 5), with a few requests.
 R, K, V, Q = 8, 7, 151936, 256
+T = 24  # verified rows, where they lie end to end
 
 
 def _accept(method: str) -> Callable[[dict[str, Any]], Any]:
     return lambda x: speculative_accept(**x, method=method)
 
 
+def _accept_packed(method: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda x: speculative_accept_packed(**x, method=method)
+
+
 _LOGITS = dict(
     target_logits=((R, K + 1, V), F32), draft_tokens=((R, K), I32), verify_len=((R,), I32),
     temperature=((R,), F32),
 )  # fmt: skip
+_ROWS = _LOGITS | dict(
+    target_logits=((T, V), F32), request=((T,), I32), offset=((T,), I32), index=((R, K + 1), I32)
+)  # fmt: skip
+_STANDARD = dict(draft_logits=((R, K, V), F32), uniforms=((R, K), F32), noise=((R, 2), U32))
 
 # name -> function of a dict of arrays, their shapes and types, kernels expected.
 PROGRAMS: dict[str, tuple[Callable, dict[str, tuple], int]] = {
@@ -104,13 +113,13 @@ PROGRAMS: dict[str, tuple[Callable, dict[str, tuple], int]] = {
         ),
         1,
     ),
-    "accept_standard": (
-        _accept("standard"),
-        _LOGITS | dict(draft_logits=((R, K, V), F32), uniforms=((R, K), F32), noise=((R, 2), U32)),
-        3,
-    ),
+    "accept_standard": (_accept("standard"), _LOGITS | _STANDARD, 3),
     "accept_coupled": (_accept("coupled"), _LOGITS | dict(noise=((R, K + 1, 2), U32)), 1),
     "accept_greedy": (_accept("greedy"), _LOGITS, 1),
+    "accept_packed_standard": (_accept_packed("standard"), _ROWS | _STANDARD, 3),
+    "accept_packed_coupled": (
+        _accept_packed("coupled"), _ROWS | dict(noise=((R, K + 1, 2), U32)), 1,
+    ),
     "markov_sample": (
         lambda x: markov_sample(**x, keep_logits=True),
         dict(
@@ -160,32 +169,31 @@ def test_auto_compiles_to_the_kernel(name, topology):
     compiled = _compile(function, shapes, _mesh(topology), {})
     assert _kernels(compiled) == kernels
     if name.startswith("accept"):  # of the logits, two rows per request at most are written down
-        rows = 2 if name == "accept_standard" else 0
+        rows = 2 if name.endswith("standard") else 0
         assert compiled.memory_analysis().temp_size_in_bytes < rows * R * V * 4 + 2**20
     if "cache_len" in shapes:  # the cache is read where it lies
         assert compiled.memory_analysis().temp_size_in_bytes < 2**22
 
 
 @pytest.mark.parametrize("topology", FOUR_CHIPS + SIXTEEN_CHIPS)
-@pytest.mark.parametrize("name", ["markov_sample", "accept_standard"])
+@pytest.mark.parametrize("name", ["markov_sample", "accept_standard", "accept_packed_standard"])
 def test_a_sharded_vocabulary_gathers_a_few_numbers(name, topology):
     mesh = _mesh(topology)
     vocab = 2048 * mesh.size
-    specs = {
-        "w2": P("model"), "base_logits": P(None, "model"),
-        "target_logits": P(None, None, "model"), "draft_logits": P(None, None, "model"),
-    }  # fmt: skip
     _, shapes, kernels = PROGRAMS[name]
     shapes = {
         key: (tuple(vocab if size == V else size for size in shape), dtype)
         for key, (shape, dtype) in shapes.items()
     }
-    specs = {key: specs.get(key, P()) for key in shapes}
+    last = {2: P(None, "model"), 3: P(None, None, "model")}  # of logits, by rank
+    specs = {key: last[len(shapes[key][0])] if "logits" in key else P() for key in shapes}
+    specs |= {"w2": P("model")} if "w2" in shapes else {}
 
     def run(x: dict[str, jax.Array]) -> Any:
         if name == "markov_sample":
             return tuple(markov_sample(**x, axis_name="model"))[:3]
-        return tuple(speculative_accept(**x, method="standard", axis_name="model"))
+        accept = speculative_accept_packed if "packed" in name else speculative_accept
+        return tuple(accept(**x, method="standard", axis_name="model"))
 
     sharded = jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False)
     compiled = _compile(sharded, shapes, mesh, specs)

@@ -1,4 +1,4 @@
-"""The TPU branches of drafts and of attention, run here: the same as through plain JAX."""
+"""The TPU branches of drafts and of acceptance, run here: the same as through plain JAX."""
 
 import dataclasses
 import functools
@@ -9,16 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax import attention
+from dspark_jax import acceptance, attention
 from dspark_jax.config import RopeConfig, TargetConfig
-from dspark_jax.decode import decode_round
+from dspark_jax.decode import decode_round, pack_rows
 from dspark_jax.draft import deepseek, dense, propose
 from dspark_jax.engine.load import random_draft_config
 from dspark_jax.engine.programs import schedule_table_shapes
 from dspark_jax.kv_cache import KVCache, WindowCache
+from dspark_jax.sampling import warp
 from dspark_jax.state import Decoder, admit, init_state
 from dspark_jax.target.llama import LlamaTarget
 from dspark_jax.types import (
+    AcceptResult,
+    Block,
     PairParams,
     RoundOutput,
     SamplingParams,
@@ -127,6 +130,60 @@ def _sampling(temperature: list[float], top_k: int) -> SamplingParams:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("method", "reduced"), [("standard", False), ("standard", True), ("coupled", False)]
+)
+def test_acceptance(method, reduced, take_kernels, rng):
+    """Greedy and sampled requests in a batch, greedy ones alone, and one that drops tokens."""
+    requests, drafts, vocab = 6, 2, 20
+    own = 15 if reduced else vocab
+    ids = rng.permutation(vocab)[:own].astype(np.int32)
+    shared = SharedHead(embedding=np.zeros((vocab, 1)), head=np.zeros((own, 1)))
+    if reduced:
+        back = np.full(vocab, own, np.int32)
+        back[ids] = np.arange(own)
+        shared = shared.replace(target_ids=ids, draft_ids=back)
+    target = _normal(rng, requests, drafts + 1, vocab) * 2
+    draft_logits = target[:, :-1, ids] if reduced else target[:, :-1]
+    draft_logits = draft_logits + _normal(rng, *draft_logits.shape)
+    verify_len = np.array([2, 2, 2, 2, 1, 0], np.int32)
+    counts = jnp.arange(requests, dtype=jnp.int32)
+    drawn = rng.gumbel(size=draft_logits.shape).astype(np.float32)
+
+    def blocks(sampling: SamplingParams) -> Block:
+        log_probs = np.asarray(warp(draft_logits, sampling))
+        rows = np.argmax(log_probs + drawn, axis=-1).astype(np.int32)
+        return Block(
+            draft_tokens=ids[rows] if reduced else rows, draft_log_probs=log_probs,
+            draft_logits=draft_logits, base_logits=draft_logits,
+            block_hidden=np.zeros((requests, drafts, 1), np.float32), confidence_logits=None,
+        )  # fmt: skip
+
+    active = np.ones(requests, bool)
+    packing = pack_rows(verify_len, active, drafts + 1, requests * (drafts + 1))
+    rows = packing.pack(target)
+
+    def results(batches: list[SamplingParams]) -> list[AcceptResult]:
+        accept = functools.partial(
+            acceptance.accept, anchor_pos=counts + 7, round_index=counts, shared=shared,
+            method=method,
+        )  # fmt: skip
+        accept = jax.jit(accept)
+        return [
+            jax.device_get(accept(blocks(sampling), rows, packing, verify_len, sampling=sampling))
+            for sampling in batches
+        ]
+
+    mixed = [0.0, 1.0, 0.5, 0.7, 2.0, 0.8]
+    batches = [_sampling(mixed, 0), _sampling([0.0] * requests, 0), _sampling(mixed, 3)]
+    expected = results(batches)
+    take_kernels(acceptance, "speculative_accept_packed")
+    for got, wanted in zip(results(batches), expected, strict=True):
+        np.testing.assert_array_equal(got.accept_len, wanted.accept_len)
+        np.testing.assert_array_equal(got.bonus_token, wanted.bonus_token)
+        assert 0 < wanted.accept_len.sum() < verify_len.sum()
+
+
 @pytest.mark.parametrize("method", ["standard", "coupled"])
 def test_rounds_emit_the_same_tokens(method, take_kernels):
     """Whole rounds with every kernel and with none, from the same noise."""
@@ -163,7 +220,10 @@ def test_rounds_emit_the_same_tokens(method, take_kernels):
         return outputs
 
     expected = run()
-    for module, name in [(attention, "block_attention"), (propose, "sample_latent")]:
+    for module, name in [
+        (attention, "block_attention"), (propose, "sample_latent"),
+        (acceptance, "speculative_accept_packed"),
+    ]:  # fmt: skip
         take_kernels(module, name)
     for got, wanted in zip(run(), expected, strict=True):
         np.testing.assert_array_equal(got.accept_len, wanted.accept_len)
