@@ -9,7 +9,6 @@ and its last token is the first anchor.
 """
 
 import functools
-from collections.abc import Callable
 
 import flax.struct
 import jax
@@ -143,9 +142,13 @@ def decode_round(
         evidence = _older_evidence(decoder, state, view, tables, buckets)
         usual = state.history.usual(rows, tables.neutral_confidence)
         bypassed = bypasses(state.history, evidence.replace(lagged=usual), decoder.schedule)
-    drafted = functools.partial(_drafted, decoder, params, tables, buckets)
+
+    def drafted() -> tuple[_Turn, _NewRows]:
+        return _drafted(decoder, params, tables, buckets, state, view, evidence)
+
     if state.pending is None:
-        state, turn = drafted(state, view, evidence)
+        turn, made = drafted()
+        state = _store(state, made, view, turn.result)
     else:
         pending, context_kv = settle(
             state.pending, state.context_kv,
@@ -153,13 +156,11 @@ def decode_round(
             needed=~bypassed, active=view.active, end=view.anchor_pos,
         )  # fmt: skip
         state = state.replace(context_kv=context_kv, pending=pending)
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(drafted))
+        turn, made = jax.lax.cond(bypassed, lambda: nothing, drafted)
+        state = when(~bypassed, _store, state, made, view, turn.result)
         undrafted = functools.partial(_undrafted, decoder, params)
-        _, shapes = jax.eval_shape(undrafted, state, view, evidence)
-        carry = (state, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
-        for wanted, way in ((~bypassed, drafted), (bypassed, undrafted)):
-            step = functools.partial(_instead, way)
-            carry = when(wanted, step, carry, view, evidence)
-        state, turn = carry
+        state, turn = when(bypassed, undrafted, (state, turn), view, evidence)
     with jax.named_scope("commit"):
         result = turn.result
         history = remember(
@@ -177,14 +178,6 @@ def decode_round(
     )  # fmt: skip
 
 
-def _instead(
-    way: Callable, carry: tuple[DecodeState, "_Turn"], *inputs: SlotView | Evidence
-) -> tuple[DecodeState, "_Turn"]:
-    """A turn one way, from the state carried; the turn carried is of a way not gone."""
-    state, _ = carry
-    return way(state, *inputs)
-
-
 @flax.struct.dataclass
 class _Turn:
     """What a round decided to verify, by what, and what came of it."""
@@ -198,6 +191,16 @@ class _Turn:
     verified_rows: jax.Array  # i32[], flat rows the target computed
 
 
+@flax.struct.dataclass
+class _NewRows:
+    """Rows of a round, of which the caches keep the first of every request (W = K + 1)."""
+
+    new_k: jax.Array | None  # [L, R, W, G, H], of the target
+    new_v: jax.Array | None
+    cache: PagedCache | None  # the target's, if paged: it has them already
+    context: tuple[jax.Array, jax.Array]  # [L', R, W, ..], of the draft
+
+
 def _drafted(
     decoder: Decoder,
     params: PairParams,
@@ -206,8 +209,8 @@ def _drafted(
     state: DecodeState,
     view: SlotView,
     evidence: Evidence,
-) -> tuple[DecodeState, _Turn]:
-    """Propose, schedule, verify, accept; the rows of what was accepted are stored."""
+) -> tuple[_Turn, _NewRows]:
+    """Propose, schedule, verify and accept; nothing is stored yet."""
     block = propose(
         decoder.draft, params.draft, params.shared, state.context_kv,
         anchor=view.anchor, anchor_pos=view.anchor_pos, round_index=view.round_index,
@@ -220,22 +223,30 @@ def _drafted(
         verify_len = schedule_prefixes(evidence, decoder.schedule)
         probe = is_probe(state.history, decoder.schedule)
         verify_len = jnp.where(probe, jnp.where(view.active, evidence.limit, 0), verify_len)
-    verified = _verify(decoder, params, state.target_kv, view, block, verify_len, buckets)
-    with jax.named_scope("commit"):
-        where = dict(first_slot=0, start=view.anchor_pos, count=_kept(view, verified.result))
-        target_kv = _stored(state.target_kv, verified.target, **where)
-        context_kv = write_rows(state.context_kv, *verified.context, **where)
-    return state.replace(target_kv=target_kv, context_kv=context_kv), _Turn(
-        draft_tokens=block.draft_tokens, verify_len=verify_len, confidence=evidence.confidence,
-        presampled=evidence.presampled, probe=probe, result=verified.result,
-        verified_rows=verified.rows,
-    )  # fmt: skip
+    result, made, verified_rows = _verify(
+        decoder, params, state.target_kv, view, block, verify_len, buckets
+    )
+
+    def answer(x: jax.Array) -> jax.Array:
+        """Not the array that verification was given: the TPU compiler ends on branches that do."""
+        return jnp.where(view.active.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
+
+    return _Turn(
+        draft_tokens=answer(block.draft_tokens), verify_len=answer(verify_len),
+        confidence=answer(evidence.confidence), presampled=answer(evidence.presampled),
+        probe=probe, result=result, verified_rows=verified_rows,
+    ), made  # fmt: skip
 
 
 def _undrafted(
-    decoder: Decoder, params: PairParams, state: DecodeState, view: SlotView, evidence: Evidence
+    decoder: Decoder,
+    params: PairParams,
+    carry: tuple[DecodeState, _Turn],
+    view: SlotView,
+    evidence: Evidence,
 ) -> tuple[DecodeState, _Turn]:
-    """A plain step, whose tapped states the draft reads later."""
+    """A plain step in place of a turn; the draft reads its tapped states later."""
+    state, _ = carry
     with jax.named_scope("target.verify"):
         out = decoder.target.forward(
             params.target, view.anchor[:, None], state.target_kv, cache_len=view.anchor_pos
@@ -320,25 +331,6 @@ def pack_rows(verify_len: jax.Array, active: jax.Array, width: int, total: int) 
     return Packing.of(jnp.where(active, verify_len + 1, 0), width, total)
 
 
-@flax.struct.dataclass
-class _NewRows:
-    """The target's keys and values of new rows, or the paged cache that has them already."""
-
-    new_k: jax.Array | None  # [L, R, W, G, H]
-    new_v: jax.Array | None
-    cache: PagedCache | None
-
-
-@flax.struct.dataclass
-class _Verified:
-    """What verification found out; nothing is stored yet (W = K + 1)."""
-
-    result: AcceptResult
-    target: _NewRows
-    context: tuple[jax.Array, jax.Array]  # [L', R, W, ..], the draft's
-    rows: jax.Array  # i32[], computed
-
-
 def _verify(
     decoder: Decoder,
     params: PairParams,
@@ -347,7 +339,7 @@ def _verify(
     block: Block,
     verify_len: jax.Array,
     buckets: tuple[int, ...],
-) -> _Verified:
+) -> tuple[AcceptResult, _NewRows, jax.Array]:
     """Runs the smallest compiled bucket that holds the schedule, and accepts among its rows.
 
     Everything that grows with the rows is inside the bucket; branches only read the caches.
@@ -355,7 +347,7 @@ def _verify(
     width = decoder.num_drafts + 1
     tokens = jnp.concatenate([view.anchor[:, None], block.draft_tokens], axis=1)
 
-    def run(total: int) -> _Verified:
+    def run(total: int) -> tuple[AcceptResult, _NewRows, jax.Array]:
         packing = pack_rows(verify_len, view.active, width, total)
         out = decoder.target.forward_packed(
             params.target, packing.pack(tokens), cache, packing, cache_len=view.anchor_pos
@@ -369,17 +361,27 @@ def _verify(
             )  # fmt: skip
         positions = view.anchor_pos[packing.request] + packing.offset
         context = decoder.draft.context_kv(params.draft, out.context_features, positions[None])
-        return _Verified(
-            result=result,
-            target=_NewRows(new_k=out.new_k, new_v=out.new_v, cache=out.cache),
+        made = _NewRows(
+            new_k=out.new_k, new_v=out.new_v, cache=out.cache,
             context=tuple(jax.vmap(packing.unpack)(rows[:, 0]) for rows in context),
-            rows=jnp.int32(total),
-        )
+        )  # fmt: skip
+        return result, made, jnp.int32(total)
 
     scheduled = jnp.where(view.active, verify_len + 1, 0).sum()
     choice = jnp.searchsorted(jnp.array(buckets), scheduled)
     with jax.named_scope("target.verify"):
         return jax.lax.switch(choice, [lambda total=total: run(total) for total in buckets])
+
+
+def _store(
+    state: DecodeState, made: _NewRows, view: SlotView, result: AcceptResult
+) -> DecodeState:
+    """The caches with the rows of what was accepted."""
+    with jax.named_scope("commit"):
+        where = dict(first_slot=0, start=view.anchor_pos, count=_kept(view, result))
+        target_kv = _stored(state.target_kv, made, **where)
+        context_kv = write_rows(state.context_kv, *made.context, **where)
+    return state.replace(target_kv=target_kv, context_kv=context_kv)
 
 
 def _stored(

@@ -134,8 +134,8 @@ class Lane:
             contender.schedule or ScheduleConfig(), contender.rejection_sample_method
         )
         own = init_state(decoder, rows, state.target_kv.capacity, pair.dtype)
-        state = jax.tree.map(jnp.copy, state).replace(history=own.history, pending=own.pending)
-        shapes = shapes_of((pair.params, state))
+        self._begin = state.replace(history=own.history, pending=own.pending)
+        shapes = shapes_of((pair.params, self._begin))
         if contender.schedule is None:
             step = functools.partial(plain_step, decoder, rows=rows)
             self._inputs = ()
@@ -145,13 +145,26 @@ class Lane:
             self._inputs = (tables,)
             shapes = (*shapes, schedule_table_shapes(rows, decoder.num_drafts))
         self._step = jax.jit(step, donate_argnums=1).lower(*shapes).compile()
-        self._params, self._state = pair.params, state
+        self._params, self._state, self._num_drafts = pair.params, None, decoder.num_drafts
         self.tokens = self.rounds = self.rows = self.bypassed = 0
         self.seconds = 0.0
 
     def warm_up(self) -> None:
-        """One round that does not count."""
+        """Runs every branch once, since the first run of one is slow, and begins anew."""
+        rows, drafts = self._begin.anchor.shape[0], self._num_drafts
+        for wanted in range(drafts + 1) if self._inputs else ():
+            for undrafted in (0.0, np.inf):  # steps a second
+                tables = self._inputs[0]
+                speeds = np.ones_like(tables.steps_per_s)
+                speeds[0] = undrafted
+                self._restart()
+                self._state = self._state.replace(remaining=jnp.full(rows, wanted + 1, jnp.int32))
+                self._step(self._params, self._state, tables.replace(steps_per_s=speeds))
+        self._restart()
         self._run()
+
+    def _restart(self) -> None:
+        self._state = jax.tree.map(jnp.copy, self._begin)
 
     def turn(self, until: int) -> None:
         """Some rounds, as long as there are fewer than `until` tokens."""

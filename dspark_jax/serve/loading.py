@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
+import numpy as np
 
 from dspark_jax.engine.core import Engine
 from dspark_jax.engine.hosts import SharedEngine, follow
@@ -126,12 +127,20 @@ def warm_up(engine: Engine) -> None:
     Args:
       engine: without requests; left without any, its counters at zero.
     """
-    for width in engine.programs.widths:
-        new = min(engine.decoder.num_drafts + 2, engine.capacity - 1)
-        engine.run(
-            Request(prompt_ids=(0,), max_tokens=new, temperature=float(row % 2), seed=row)
-            for row in range(width * engine.programs.groups)
-        )
+    speeds = engine.steps_per_s
+    bypassing = engine.decoder.schedule.min_predicted_gain is not None
+    for undrafted in (0.0, np.inf) if bypassing else (1.0,):  # rounds with drafts, and without
+        engine.steps_per_s = {
+            rows: np.concatenate([np.float32([undrafted]), table[1:]])
+            for rows, table in speeds.items()
+        }
+        for width in engine.programs.widths:
+            new = min(engine.decoder.num_drafts + 2, engine.capacity - 1)
+            engine.run(
+                Request(prompt_ids=(0,), max_tokens=new, temperature=float(row % 2), seed=row)
+                for row in range(width * engine.programs.groups)
+            )
+    engine.steps_per_s = speeds
     for chunk in engine.programs.chunks:
         if chunk + 2 <= engine.capacity:
             engine.run([Request(prompt_ids=(0,) * (chunk + 1), max_tokens=1)])
