@@ -156,9 +156,10 @@ def use_table(engine: Engine, table: SpsTable) -> None:
       ValueError: the table does not reach the engine's widths.
     """
     for rows in engine.programs.widths:
-        steps = table.steps_per_s(rows, engine.decoder.num_drafts, engine.capacity // 2)
         buckets = np.array(engine.programs.buckets(rows))
-        index = np.searchsorted(buckets, np.arange(len(steps)))
+        longest = buckets[-1] // rows - 1  # drafts of a request, where no schedule has them all
+        steps = table.steps_per_s(rows, int(longest), engine.capacity // 2)
+        index = np.searchsorted(buckets, np.arange(len(engine.steps_per_s[rows])))
         table_steps = steps[buckets[np.minimum(index, len(buckets) - 1)]]
         table_steps[0] = steps[0]
         engine.steps_per_s[rows] = agree(table_steps)  # clocks of processes differ

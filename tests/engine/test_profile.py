@@ -142,6 +142,15 @@ def test_without_a_table_only_a_policy_that_needs_one_has_it_measured(pair, engi
     assert measured == [engine]
 
 
+def test_a_bound_on_the_drafts_bounds_what_is_measured(pair):
+    schedule = ScheduleConfig(policy="early_stop", max_verify_len=1)
+    engine = Engine(pair.decoder(schedule), pair.params, slots=SLOTS, capacity=CAPACITY)
+    prepare_schedule(engine, pair)
+    speeds = engine.steps_per_s[1]
+    assert engine.programs.buckets(1) == (1, 2) and len(speeds) == DRAFTS + 2
+    assert speeds[1] >= speeds[2] == speeds[3] > 0
+
+
 @pytest.mark.slow
 def test_rounds_that_draft_nothing_are_timed_as_such(pair, monkeypatch):
     schedule = ScheduleConfig(policy="early_stop", min_predicted_gain=0.0)
