@@ -1,5 +1,6 @@
 """What rounds leave behind for the scheduler, and when a round bypasses the draft."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -159,9 +160,11 @@ def bypasses_at_first(config: ScheduleConfig, given: Evidence) -> bool:
 def test_rechecks_that_change_nothing_become_rare_until_drafts_pay_again():
     config = ScheduleConfig(min_predicted_gain=0.0)
     history, poor, waits, idle = init_history(config, SLOTS, K), evidence(0.0, 2.0), [], 0
+    decide = jax.jit(lambda history: bypasses(history, poor, config))
+    advance = jax.jit(lambda history, bypassed: step(history, bypassed=bypassed))
     while len(waits) < 7:
-        bypassed = bypasses(history, poor, config)
-        history = step(history, bypassed=bypassed)
+        bypassed = decide(history)
+        history = advance(history, bypassed)
         waits, idle = (waits, idle + 1) if bypassed else ([*waits, idle], 0)
     doubling = [RECHECK_AFTER * 2**i - (i > 0) for i in range(7)]  # a recheck is idle as well
     assert waits == [min(wait, RECHECK_AT_MOST - 1) for wait in doubling]
