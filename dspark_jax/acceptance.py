@@ -21,8 +21,6 @@ from dspark_jax.sampling import (
     gumbel,
     position_keys,
     round_keys,
-    sample,
-    sample_plain,
     warp,
 )
 from dspark_jax.sharding import axis_size, spec_here
@@ -73,31 +71,6 @@ def accept(
         return jax.lax.switch(case, [*kernels, plain], *operands)
 
     return on_tpu(on_chip, plain, *operands)
-
-
-def sample_undrafted(
-    target_logits: jax.Array,
-    *,
-    sampling: SamplingParams,
-    anchor_pos: jax.Array,
-    round_index: jax.Array,
-    method: str,
-) -> jax.Array:
-    """The target's token where no draft is verified: what `accept` gives for verify_len 0.
-
-    Args:
-      target_logits: f32[R, V], of the anchors' rows.
-      sampling: per-request settings.
-      anchor_pos: i32[R], position of the last committed token.
-      round_index: i32[R], rounds each request has run.
-      method: "standard", "block" or "coupled".
-
-    Returns:
-      i32[R].
-    """
-    if method == "coupled":
-        return sample_plain(target_logits, sampling, anchor_pos + 1)
-    return sample(target_logits, sampling, _residual_keys(sampling, anchor_pos, round_index))
 
 
 def _plain(

@@ -14,9 +14,9 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from dspark_jax.acceptance import accept, sample_undrafted
+from dspark_jax.acceptance import accept
 from dspark_jax.draft.propose import propose
-from dspark_jax.history import bypasses, is_probe, remember
+from dspark_jax.history import bypasses, is_probe, remember, remember_idle
 from dspark_jax.kv_cache import KVCache, PagedCache, write_rows
 from dspark_jax.pending import keep_row, settle
 from dspark_jax.sampling import sample_plain
@@ -31,7 +31,6 @@ from dspark_jax.types import (
     ScheduleTables,
     TargetOutput,
 )
-from dspark_jax.when import when
 
 
 def prefill(
@@ -77,8 +76,11 @@ def plain_step(
 ) -> tuple[DecodeState, RoundOutput]:
     """One token per request from the target alone: the twin every round is compared with.
 
+    It is also the round in which drafts do not pay. What the layers said is then kept for the
+    draft, which makes context of it later; otherwise the draft's context is not written.
+
     Args:
-      decoder: `draft` may be set; it is not used and its context is not written.
+      decoder: the models.
       params: parameters.
       state: donated.
       rows: static R; slots 0..R-1 take part.
@@ -87,27 +89,61 @@ def plain_step(
       The state one token further, and the tokens with emit_len 1 where active.
     """
     view = SlotView.of(state, rows)
+    between = state.pending is not None
+    if between:
+        state = _settled(decoder, params, state, view, needed=False)
     count = view.active.astype(jnp.int32)
-    out = decoder.target.forward(
-        params.target, view.anchor[:, None], state.target_kv, cache_len=view.anchor_pos,
-        count=count,
-    )  # fmt: skip
-    logits = decoder.target.logits(params.target, out.hidden[:, 0])
-    token = sample_plain(logits, view.sampling, view.anchor_pos + 1)
+    with jax.named_scope("target.verify"):
+        out = decoder.target.forward(
+            params.target, view.anchor[:, None], state.target_kv, cache_len=view.anchor_pos,
+            count=count,
+        )  # fmt: skip
+        logits = decoder.target.logits(params.target, out.hidden[:, 0])
+    with jax.named_scope("accept"):
+        token = sample_plain(logits, view.sampling, view.anchor_pos + 1)
     zeros = jnp.zeros_like(token)
-    result = AcceptResult(accept_len=zeros, bonus_token=token)
-    target_kv = _stored(
-        state.target_kv, out,
-        first_slot=0, start=view.anchor_pos, count=_after_reading(count, out),
+    with jax.named_scope("commit"):
+        target_kv = _stored(
+            state.target_kv, out,
+            first_slot=0, start=view.anchor_pos, count=_after_reading(count, out),
+        )  # fmt: skip
+        state = state.replace(target_kv=target_kv)
+        if between:
+            state = state.replace(
+                pending=keep_row(state.pending, out.context_features[:, 0], view.active),
+                history=remember_idle(state.history, active=view.active),
+            )
+        state = commit(state, view, AcceptResult(accept_len=zeros, bonus_token=token))
+    nothing = jnp.ones((rows, 0))
+    return state, RoundOutput(
+        tokens=token[:, None], emit_len=count, accept_len=zeros, verify_len=zeros,
+        confidence=nothing, presampled=nothing, verify_rows=jnp.int32(rows),
+        probe=jnp.zeros((), bool), bypassed=jnp.full((), between),
     )  # fmt: skip
-    state = commit(state.replace(target_kv=target_kv), view, result)
-    no, nothing = jnp.zeros((), bool), jnp.ones((rows, 0))
-    output = RoundOutput(
-        tokens=token[:, None], emit_len=view.active.astype(jnp.int32), accept_len=zeros,
-        verify_len=zeros, confidence=nothing, presampled=nothing,
-        verify_rows=jnp.int32(rows), probe=no, bypassed=no,
-    )  # fmt: skip
-    return state, output
+
+
+def is_bypassed(
+    decoder: Decoder,
+    state: DecodeState,
+    tables: ScheduleTables,
+    rows: int,
+    buckets: tuple[int, ...],
+) -> jax.Array:
+    """Should the coming round be a plain step, as drafts do not pay? Asks older rounds only.
+
+    Args:
+      decoder: with a draft and a schedule that has `min_predicted_gain`.
+      state: before the round.
+      tables: as the round's.
+      rows: static R.
+      buckets: static, as the round's.
+
+    Returns:
+      bool[].
+    """
+    evidence = _older_evidence(decoder, state, SlotView.of(state, rows), tables, buckets)
+    usual = state.history.usual(rows, tables.neutral_confidence)
+    return bypasses(state.history, evidence.replace(lagged=usual), decoder.schedule)
 
 
 def decode_round(
@@ -138,57 +174,57 @@ def decode_round(
     if (state.pending is None) != (decoder.schedule.min_predicted_gain is None):
         raise ValueError("the state was made by init_state for a decoder of another schedule.")
     view = SlotView.of(state, rows)
+    if state.pending is not None:
+        state = _settled(decoder, params, state, view, needed=True)
+    block = propose(
+        decoder.draft, params.draft, params.shared, state.context_kv,
+        anchor=view.anchor, anchor_pos=view.anchor_pos, round_index=view.round_index,
+        sampling=view.sampling, coupled=decoder.rejection_sample_method == "coupled",
+        presample=decoder.schedule.policy == "presampled",
+    )  # fmt: skip
     with jax.named_scope("schedule"):
         evidence = _older_evidence(decoder, state, view, tables, buckets)
-        usual = state.history.usual(rows, tables.neutral_confidence)
-        bypassed = bypasses(state.history, evidence.replace(lagged=usual), decoder.schedule)
-
-    def drafted() -> tuple[_Turn, _NewRows]:
-        return _drafted(decoder, params, tables, buckets, state, view, evidence)
-
-    if state.pending is None:
-        turn, made = drafted()
-        state = _store(state, made, view, turn.result)
-    else:
-        pending, context_kv = settle(
-            state.pending, state.context_kv,
-            functools.partial(decoder.draft.context_kv, params.draft),
-            needed=~bypassed, active=view.active, end=view.anchor_pos,
-        )  # fmt: skip
-        state = state.replace(context_kv=context_kv, pending=pending)
-        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(drafted))
-        turn, made = jax.lax.cond(bypassed, lambda: nothing, drafted)
-        state = when(~bypassed, _store, state, made, view, turn.result)
-        undrafted = functools.partial(_undrafted, decoder, params)
-        state, turn = when(bypassed, undrafted, (state, turn), view, evidence)
+        acceptance = state.history.acceptance[:rows]
+        evidence = _with_confidences(decoder, evidence, block, tables, acceptance)
+        verify_len = schedule_prefixes(evidence, decoder.schedule)
+        probe = is_probe(state.history, decoder.schedule)
+        verify_len = jnp.where(probe, jnp.where(view.active, evidence.limit, 0), verify_len)
+    result, made, verified_rows = _verify(
+        decoder, params, state.target_kv, view, block, verify_len, buckets
+    )
+    emitted = jnp.where(view.active, result.accept_len + 1, 0)
     with jax.named_scope("commit"):
-        result = turn.result
+        where = dict(first_slot=0, start=view.anchor_pos, count=emitted)
         history = remember(
-            state.history, active=view.active, bypassed=bypassed, confidence=turn.confidence,
-            verify_len=turn.verify_len, accept_len=result.accept_len,
+            state.history, active=view.active, confidence=evidence.confidence,
+            verify_len=verify_len, accept_len=result.accept_len,
         )  # fmt: skip
-        state = commit(state.replace(history=history), view, result)
+        state = state.replace(
+            target_kv=_stored(state.target_kv, made, **where),
+            context_kv=write_rows(state.context_kv, *made.context, **where),
+            history=history,
+        )
+        state = commit(state, view, result)
     offset = jnp.arange(decoder.num_drafts + 1)
-    drafts = jnp.pad(turn.draft_tokens, ((0, 0), (0, 1)))
+    drafts = jnp.pad(block.draft_tokens, ((0, 0), (0, 1)))
     tokens = jnp.where(offset == result.accept_len[:, None], result.bonus_token[:, None], drafts)
     return state, RoundOutput(
-        tokens=tokens, emit_len=_kept(view, result), accept_len=result.accept_len,
-        verify_len=turn.verify_len, confidence=turn.confidence, presampled=turn.presampled,
-        verify_rows=turn.verified_rows, probe=turn.probe, bypassed=bypassed,
+        tokens=tokens, emit_len=emitted, accept_len=result.accept_len, verify_len=verify_len,
+        confidence=evidence.confidence, presampled=evidence.presampled,
+        verify_rows=verified_rows, probe=probe, bypassed=jnp.zeros((), bool),
     )  # fmt: skip
 
 
-@flax.struct.dataclass
-class _Turn:
-    """What a round decided to verify, by what, and what came of it."""
-
-    draft_tokens: jax.Array  # i32[R, K]
-    verify_len: jax.Array  # i32[R]
-    confidence: jax.Array  # f32[R, K]
-    presampled: jax.Array  # f32[R, K]
-    probe: jax.Array  # bool[]
-    result: AcceptResult
-    verified_rows: jax.Array  # i32[], flat rows the target computed
+def _settled(
+    decoder: Decoder, params: PairParams, state: DecodeState, view: SlotView, *, needed: bool
+) -> DecodeState:
+    """The state without pending rows, if the draft's context is needed or they are too many."""
+    pending, context_kv = settle(
+        state.pending, state.context_kv,
+        functools.partial(decoder.draft.context_kv, params.draft),
+        needed=needed, active=view.active, end=view.anchor_pos,
+    )  # fmt: skip
+    return state.replace(pending=pending, context_kv=context_kv)
 
 
 @flax.struct.dataclass
@@ -199,82 +235,6 @@ class _NewRows:
     new_v: jax.Array | None
     cache: PagedCache | None  # the target's, if paged: it has them already
     context: tuple[jax.Array, jax.Array]  # [L', R, W, ..], of the draft
-
-
-def _drafted(
-    decoder: Decoder,
-    params: PairParams,
-    tables: ScheduleTables,
-    buckets: tuple[int, ...],
-    state: DecodeState,
-    view: SlotView,
-    evidence: Evidence,
-) -> tuple[_Turn, _NewRows]:
-    """Propose, schedule, verify and accept; nothing is stored yet."""
-    block = propose(
-        decoder.draft, params.draft, params.shared, state.context_kv,
-        anchor=view.anchor, anchor_pos=view.anchor_pos, round_index=view.round_index,
-        sampling=view.sampling, coupled=decoder.rejection_sample_method == "coupled",
-        presample=decoder.schedule.policy == "presampled",
-    )  # fmt: skip
-    with jax.named_scope("schedule"):
-        acceptance = state.history.acceptance[: view.anchor.shape[0]]
-        evidence = _with_confidences(decoder, evidence, block, tables, acceptance)
-        verify_len = schedule_prefixes(evidence, decoder.schedule)
-        probe = is_probe(state.history, decoder.schedule)
-        verify_len = jnp.where(probe, jnp.where(view.active, evidence.limit, 0), verify_len)
-    result, made, verified_rows = _verify(
-        decoder, params, state.target_kv, view, block, verify_len, buckets
-    )
-
-    def answer(x: jax.Array) -> jax.Array:
-        """Not the array that verification was given: the TPU compiler ends on branches that do."""
-        return jnp.where(view.active.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
-
-    return _Turn(
-        draft_tokens=answer(block.draft_tokens), verify_len=answer(verify_len),
-        confidence=answer(evidence.confidence), presampled=answer(evidence.presampled),
-        probe=probe, result=result, verified_rows=verified_rows,
-    ), made  # fmt: skip
-
-
-def _undrafted(
-    decoder: Decoder,
-    params: PairParams,
-    carry: tuple[DecodeState, _Turn],
-    view: SlotView,
-    evidence: Evidence,
-) -> tuple[DecodeState, _Turn]:
-    """A plain step in place of a turn; the draft reads its tapped states later."""
-    state, _ = carry
-    with jax.named_scope("target.verify"):
-        out = decoder.target.forward(
-            params.target, view.anchor[:, None], state.target_kv, cache_len=view.anchor_pos
-        )
-        logits = decoder.target.logits(params.target, out.hidden[:, 0])
-    with jax.named_scope("accept"):
-        token = sample_undrafted(
-            logits, sampling=view.sampling, anchor_pos=view.anchor_pos,
-            round_index=view.round_index, method=decoder.rejection_sample_method,
-        )  # fmt: skip
-    with jax.named_scope("commit"):
-        target_kv = write_rows(
-            state.target_kv, out.new_k, out.new_v, first_slot=0, start=view.anchor_pos,
-            count=_after_reading(view.active.astype(jnp.int32), out),
-        )  # fmt: skip
-        pending = keep_row(state.pending, out.context_features[:, 0], view.active)
-    zeros = jnp.zeros_like(token)
-    return state.replace(target_kv=target_kv, pending=pending), _Turn(
-        draft_tokens=jnp.zeros((*token.shape, decoder.num_drafts), jnp.int32), verify_len=zeros,
-        confidence=evidence.confidence, presampled=evidence.presampled,
-        probe=jnp.zeros((), bool), result=AcceptResult(accept_len=zeros, bonus_token=token),
-        verified_rows=jnp.int32(view.anchor.shape[0]),
-    )  # fmt: skip
-
-
-def _kept(view: SlotView, result: AcceptResult) -> jax.Array:
-    """i32[R], tokens that a round emits and rows it stores."""
-    return jnp.where(view.active, result.accept_len + 1, 0)
 
 
 def _older_evidence(
@@ -371,17 +331,6 @@ def _verify(
     choice = jnp.searchsorted(jnp.array(buckets), scheduled)
     with jax.named_scope("target.verify"):
         return jax.lax.switch(choice, [lambda total=total: run(total) for total in buckets])
-
-
-def _store(
-    state: DecodeState, made: _NewRows, view: SlotView, result: AcceptResult
-) -> DecodeState:
-    """The caches with the rows of what was accepted."""
-    with jax.named_scope("commit"):
-        where = dict(first_slot=0, start=view.anchor_pos, count=_kept(view, result))
-        target_kv = _stored(state.target_kv, made, **where)
-        context_kv = write_rows(state.context_kv, *made.context, **where)
-    return state.replace(target_kv=target_kv, context_kv=context_kv)
 
 
 def _stored(

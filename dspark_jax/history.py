@@ -131,17 +131,15 @@ def remember(
     history: History,
     *,
     active: jax.Array,
-    bypassed: jax.Array,
     confidence: jax.Array,
     verify_len: jax.Array,
     accept_len: jax.Array,
 ) -> History:
-    """The history one round further.
+    """The history after a round with drafts.
 
     Args:
       history: of S slots.
       active: bool[R], slots 0..R-1 before the round.
-      bypassed: bool[], the round drafted nothing.
       confidence: f32[R, K], what the round was scheduled by.
       verify_len: i32[R].
       accept_len: i32[R].
@@ -150,7 +148,6 @@ def remember(
       The new history.
     """
     rows = active.shape[0]
-    drafted = active & ~bypassed
     older = history.confidence[:rows]
     shifted = jnp.concatenate([older[:, 1:], confidence[:, None]], axis=1)
     estimate = history.acceptance[:rows]
@@ -163,25 +160,37 @@ def remember(
     rate = jnp.where(reached, ONLINE_RATE, jnp.where(sent, 0.0, EXPLORING_RATE))
     moved = estimate + rate * (jnp.where(reached, accepted, 1.0) - estimate)
     rechecked = history.idle_rounds == history.recheck_after  # one round with drafts
-    resumed = ~bypassed & ~rechecked
     doubled = jnp.minimum(2 * history.recheck_after, RECHECK_AT_MOST)
     return history.replace(
         confidence=history.confidence.at[:rows].set(
-            jnp.where(drafted[:, None, None], shifted, older)
+            jnp.where(active[:, None, None], shifted, older)
         ),
         confidence_sum=history.confidence_sum.at[:rows].set(
-            jnp.where(drafted[:, None], faded[0], weighted[0])
+            jnp.where(active[:, None], faded[0], weighted[0])
         ),
         confidence_weight=history.confidence_weight.at[:rows].set(
-            jnp.where(drafted, faded[1], weighted[1])
+            jnp.where(active, faded[1], weighted[1])
         ),
-        acceptance=history.acceptance.at[:rows].set(
-            jnp.where(drafted[:, None], moved, estimate)
-        ),
+        acceptance=history.acceptance.at[:rows].set(jnp.where(active[:, None], moved, estimate)),
         rounds=history.rounds + 1,
-        idle_rounds=jnp.where(bypassed, history.idle_rounds + 1, rechecked),
-        idle_requests=jnp.where(bypassed, active.sum(), -1),
-        recheck_after=jnp.where(
-            resumed, RECHECK_AFTER, jnp.where(rechecked, doubled, history.recheck_after)
-        ),
+        idle_rounds=rechecked.astype(jnp.int32),
+        idle_requests=jnp.full_like(history.idle_requests, -1),
+        recheck_after=jnp.where(rechecked, doubled, RECHECK_AFTER),
+    )
+
+
+def remember_idle(history: History, *, active: jax.Array) -> History:
+    """The history after a round without drafts, which tells nothing new.
+
+    Args:
+      history: of S slots.
+      active: bool[R], slots 0..R-1 before the round.
+
+    Returns:
+      The new history.
+    """
+    return history.replace(
+        rounds=history.rounds + 1,
+        idle_rounds=history.idle_rounds + 1,
+        idle_requests=active.sum(dtype=jnp.int32),
     )

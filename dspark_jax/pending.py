@@ -69,7 +69,7 @@ def settle(
     cache: KVCache | WindowCache,
     context_kv: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]],
     *,
-    needed: jax.Array,
+    needed: bool,
     active: jax.Array,
     end: jax.Array,
 ) -> tuple[Pending, KVCache | WindowCache]:
@@ -79,7 +79,7 @@ def settle(
       pending: of S slots.
       cache: the draft's, rows 0..end-count-1 valid.
       context_kv: from features [R, W, M*D] and positions i32[R, W] to rows of the cache.
-      needed: bool[], a block is about to be drafted.
+      needed: a block is about to be drafted.
       active: bool[R], of slots 0..R-1; what the others left is dropped.
       end: i32[R], position after the last pending row.
 
@@ -88,7 +88,7 @@ def settle(
     """
     rows = active.shape[0]
     count = jnp.where(active, pending.count[:rows], 0)
-    due = jnp.any(count > 0) & (needed | jnp.any(count == PENDING_ROWS))
+    due = jnp.any(count > 0 if needed else count == PENDING_ROWS)
 
     start = end - count
 

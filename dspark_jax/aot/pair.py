@@ -70,7 +70,9 @@ class PairPrograms(Programs):
         return params.shared.replace(embedding=None)
 
     def _jobs(self) -> Iterator[tuple[str, dict, int, Callable]]:
-        kinds = {id(self.prefill): "prefill", id(self.plain): "plain"}
+        kinds = {
+            id(self.prefill): "prefill", id(self.plain): "plain", id(self.bypassed): "bypass",
+        }  # fmt: skip
         for name, table, key, job in super()._jobs():
             kind = kinds.get(id(table), "round")
             rows, *chosen = key if isinstance(key, tuple) else (key,)  # by the host, if it chooses
@@ -86,7 +88,7 @@ class PairPrograms(Programs):
         return self.compiled[-1]
 
     def _compile(
-        self, function: Callable, *shapes: Any, donate: int = 0, output: bool = False
+        self, function: Callable, *shapes: Any, donate: int | None = 0, output: bool = False
     ) -> Compiled | None:
         """Lowers with the parameters' layouts; the target's embedding and head are passed once."""
         if not self._current:  # admit and release: they move a few numbers
@@ -103,7 +105,7 @@ class PairPrograms(Programs):
 
         shapes = (with_layouts(first.replace(shared=self._own_shared(first))), *shapes[1:])
         shapes = jax.tree.map(lambda x: x if x.sharding else _at(x, where), shapes)
-        outputs = (spread.state_shardings, where) if output else spread.state_shardings
+        outputs = spread.outputs(donate, output)
 
         def lower() -> jax.stages.Lowered:
             with jax.set_mesh(spread.mesh):

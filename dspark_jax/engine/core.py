@@ -220,14 +220,23 @@ class Engine:
         """Starts one round of all groups and does not wait for it."""
         highest = max(self._place(slot)[1] for slot in self._running)
         rows = next(w for w in self.programs.widths if w > highest)
-        if self.decoder.draft is None:
+        steps = self.steps_per_s[rows]
+        if self._is_plain(rows, steps):
             self._state, output = self.programs.plain[rows](self.params, self._state)
             return _Flight(dict(self._running), output)
-        steps = self.steps_per_s[rows]
         bucket = self._plan(rows, steps) if self._planner is not None else 0
         program = self.programs.round_of(rows, bucket)
         self._state, output = program(self.params, self._state, self.tables(steps))
         return _Flight(dict(self._running), output)
+
+    def _is_plain(self, rows: int, steps_per_s: np.ndarray) -> bool:
+        """Does the next round draft nothing? Where one group drafts, all do."""
+        if self.decoder.draft is None:
+            return True
+        if not self.programs.bypassed:
+            return False
+        bypassed = self.programs.bypassed[rows](self._state, self.tables(steps_per_s))
+        return bool(np.all(jax.device_get(bypassed)))
 
     def _plan(self, rows: int, steps_per_s: np.ndarray) -> int:
         """Rows of every group in the next round: as the group needs that wants most."""

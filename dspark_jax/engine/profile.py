@@ -292,15 +292,11 @@ def _time_bucket(
     of_group = np.arange(engine.slots) % programs.group_slots  # every group runs the same
     remaining = np.zeros(programs.group_slots, np.int32)
     remaining[:rows] = drafts + 1
-    flat = np.ones_like(engine.steps_per_s[rows])  # every draft that fits is worth verifying
-    flat[0] = np.float32(1e9) if undrafted else 0.0  # and drafting never, or always, pays
-    tables = engine.tables(flat)
+    # With these speeds every draft that fits is worth verifying.
+    inputs = () if undrafted else (engine.tables(np.ones_like(engine.steps_per_s[rows])),)
     warmth = programs.put_slots(np.full(engine.slots, temperature, np.float32))
     state = state.replace(sampling=state.sampling.replace(temperature=warmth))
-    # A round of nobody: what was found of drafts at other speeds holds no longer.
-    nobody = programs.put_slots(np.zeros(engine.slots, bool))
-    program = programs.round_of(rows, max(bucket, rows))
-    state, _ = program(engine.params, state.replace(active=nobody), tables)
+    program = programs.plain[rows] if undrafted else programs.round_of(rows, bucket)
     times = []
     for _ in range(REPEATS + 1):
         begin = time.perf_counter()
@@ -310,7 +306,7 @@ def _time_bucket(
                 remaining=programs.put_slots(np.tile(remaining, programs.groups)),
                 active=programs.put_slots(of_group < rows),
             )
-            state, output = program(engine.params, state, tables)
+            state, output = program(engine.params, state, *inputs)
         jax.block_until_ready(output)
         times.append((time.perf_counter() - begin) / CHAIN)
     scheduled = int(np.asarray(output.verify_len).reshape(-1)[:rows].sum())  # of group 0

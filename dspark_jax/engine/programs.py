@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.decode import decode_round, plain_step, prefill
+from dspark_jax.decode import decode_round, is_bypassed, plain_step, prefill
 from dspark_jax.engine.requests import Request
 from dspark_jax.engine.spread import Spread
 from dspark_jax.layouts import keep_layouts
@@ -109,6 +109,8 @@ class Programs:
       widths: batch widths R of a group's programs.
       round: by width, the round that chooses its verify rows itself.
       planned: by width and verify rows, where the host chooses these; `round` is then empty.
+      plain: by width, the plain step, where there is no draft or rounds may do without it.
+      bypassed: by width, whether the coming round should; empty where every round drafts.
     """
 
     def __init__(
@@ -137,7 +139,7 @@ class Programs:
             self._params, self._state = self.spread.params(self._params), self.spread.state
         self._params = keep_layouts(self._params, params)
         self.widths = row_widths(self.group_slots)
-        self.prefill, self.round, self.planned, self.plain = {}, {}, {}, {}
+        self.prefill, self.round, self.planned, self.plain, self.bypassed = {}, {}, {}, {}, {}
         jobs = list(self._jobs())
         for i, (name, table, key, job) in enumerate(jobs):
             progress(f"compiling {i + 1}/{len(jobs)}: {name}")
@@ -173,16 +175,24 @@ class Programs:
                 self._compile, prefills,
                 self._params, self._state, *_ints(1), tokens, *_ints(2), donate=1,
             )  # fmt: skip
+        drafts = self.decoder.draft is not None
+        bypassing = drafts and self.decoder.schedule.min_predicted_gain is not None
         for rows in self.widths:
-            if self.decoder.draft is None:
+            if bypassing or not drafts:
                 yield f"plain step of {rows} requests", self.plain, rows, functools.partial(
                     self._compile, self._plain(rows), self._params, self._state,
                     donate=1, output=True,
                 )  # fmt: skip
+            if not drafts:
                 continue
             tables = schedule_table_shapes(rows, self.decoder.num_drafts)
             by_host = self.decoder.schedule.planner == "host"
             buckets = self.buckets(rows)
+            if bypassing:
+                yield f"bypass of {rows} requests", self.bypassed, rows, functools.partial(
+                    self._compile, self._bypassed(rows, buckets), self._state, tables,
+                    donate=None, output=True,
+                )  # fmt: skip
             for choice in [(b,) for b in buckets] if by_host else [buckets]:
                 name = f"round of {rows} requests" + (f", {choice[0]} rows" if by_host else "")
                 key = (rows, choice[0]) if by_host else rows
@@ -201,10 +211,18 @@ class Programs:
             return self.spread.decode_round(rows, buckets)
         return functools.partial(decode_round, self.decoder, rows=rows, buckets=buckets)
 
+    def _bypassed(self, rows: int, buckets: tuple[int, ...]) -> Callable:
+        if self.spread is not None:
+            return self.spread.is_bypassed(rows, buckets)
+        return functools.partial(is_bypassed, self.decoder, rows=rows, buckets=buckets)
+
     def _compile(
-        self, function: Callable, *shapes: object, donate: int = 0, output: bool = False
+        self, function: Callable, *shapes: object, donate: int | None = 0, output: bool = False
     ) -> Callable:
-        """Compiles a function that returns the state, and a round's output where `output`."""
+        """Compiles a function that returns the donated state and, where `output`, one for the host.
+
+        Where nothing is donated it returns the output alone.
+        """
         if self.spread is not None:
             return self.spread.compile(function, *shapes, donate=donate, output=output)
         return jax.jit(function, donate_argnums=donate).lower(*shapes).compile()

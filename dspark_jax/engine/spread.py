@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dspark_jax.decode import decode_round, plain_step, prefill
+from dspark_jax.decode import decode_round, is_bypassed, plain_step, prefill
 from dspark_jax.engine.processes import exchange
 from dspark_jax.sharding import check_divides, param_specs, place, shardings, state_specs
 from dspark_jax.state import Decoder, DecodeState, init_state
@@ -112,21 +112,23 @@ class Spread:
         """An array by slot [S] on the mesh."""
         return place(self.mesh, values, _DATA)
 
-    def compile(self, function: Callable, *shapes: Any, donate: int, output: bool) -> Callable:
+    def compile(
+        self, function: Callable, *shapes: Any, donate: int | None, output: bool
+    ) -> Callable:
         """Compiles a function of arrays on the mesh; scalars and tables are whole everywhere.
 
         Args:
-          function: returns the state, and a round's output where `output`.
+          function: returns the state and, where `output`, something for the host.
           *shapes: of its arguments.
-          donate: which of them is the state.
-          output: the function returns a pair. The output is whole on every device, so that any
-            host can read it.
+          donate: which of them is the state; None if it returns no state.
+          output: the function returns an output, whole on every device, so that any host can
+            read it.
 
         Returns:
           The compiled function.
         """
         whole = NamedSharding(self.mesh, _WHOLE)
-        outputs = (self.state_shardings, whole) if output else self.state_shardings
+        outputs = self.outputs(donate, output)
 
         def spread(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             if x.sharding is not None:
@@ -136,6 +138,13 @@ class Spread:
         with jax.set_mesh(self.mesh):
             jitted = jax.jit(function, donate_argnums=donate, out_shardings=outputs)
             return jitted.lower(*jax.tree.map(spread, shapes)).compile()
+
+    def outputs(self, donate: int | None, output: bool) -> Any:
+        """Where the results of a function lie that `compile` compiles."""
+        whole = NamedSharding(self.mesh, _WHOLE)
+        if donate is None:
+            return whole
+        return (self.state_shardings, whole) if output else self.state_shardings
 
     def prefill(self) -> Callable:
         """`decode.prefill` for one slot of all; the other groups' slots stay as they are."""
@@ -172,6 +181,17 @@ class Spread:
             return self._outside(state), _with_group(output)
 
         return self._grouped(run, [_WHOLE], (self._slot_specs, _DATA))
+
+    def is_bypassed(self, rows: int, buckets: tuple[int, ...]) -> Callable:
+        """`decode.is_bypassed` for the first `rows` slots of every group: bool[groups]."""
+
+        def run(state: DecodeState, tables: ScheduleTables) -> jax.Array:
+            return is_bypassed(self.decoder, self._inside(state), tables, rows, buckets)[None]
+
+        return jax.shard_map(
+            run, in_specs=(self._slot_specs, _WHOLE), out_specs=_DATA, axis_names={"data"},
+            check_vma=False,
+        )  # fmt: skip
 
     def _grouped(self, run: Callable, more: Sequence[PartitionSpec], out: Any) -> Callable:
         return jax.shard_map(

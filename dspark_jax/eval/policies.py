@@ -15,12 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.calibrate import Calibration
-from dspark_jax.decode import decode_round, plain_step, prefill
+from dspark_jax.decode import decode_round, is_bypassed, plain_step, prefill
 from dspark_jax.engine.load import Pair
 from dspark_jax.engine.programs import (
     sampling_of,
     schedule_buckets,
-    schedule_table_shapes,
     shapes_of,
 )
 from dspark_jax.engine.requests import Request
@@ -135,33 +134,38 @@ class Lane:
         )
         own = init_state(decoder, rows, state.target_kv.capacity, pair.dtype)
         self._begin = state.replace(history=own.history, pending=own.pending)
-        shapes = shapes_of((pair.params, self._begin))
-        if contender.schedule is None:
+        self._plain = self._round = self._is_bypassed = None
+        params, begin = shapes_of((pair.params, self._begin))
+        if contender.schedule is None or own.pending is not None:
             step = functools.partial(plain_step, decoder, rows=rows)
-            self._inputs = ()
-        else:
+            self._plain = jax.jit(step, donate_argnums=1).lower(params, begin).compile()
+        if contender.schedule is not None:
             buckets = schedule_buckets(rows, decoder.num_drafts, decoder.schedule)
-            step = functools.partial(decode_round, decoder, rows=rows, buckets=buckets)
-            self._inputs = (tables,)
-            shapes = (*shapes, schedule_table_shapes(rows, decoder.num_drafts))
-        self._step = jax.jit(step, donate_argnums=1).lower(*shapes).compile()
-        self._params, self._state, self._num_drafts = pair.params, None, decoder.num_drafts
+            static, speeds = dict(rows=rows, buckets=buckets), shapes_of(tables)
+            step = functools.partial(decode_round, decoder, **static)
+            self._round = jax.jit(step, donate_argnums=1).lower(params, begin, speeds).compile()
+            if own.pending is not None:
+                asks = functools.partial(is_bypassed, decoder, **static)
+                self._is_bypassed = jax.jit(asks).lower(begin, speeds).compile()
+        self._params, self._state, self._tables = pair.params, None, tables
+        self._num_drafts = decoder.num_drafts
         self.tokens = self.rounds = self.rows = self.bypassed = 0
         self.seconds = 0.0
 
     def warm_up(self) -> None:
         """Runs every branch once, since the first run of one is slow, and begins anew."""
-        rows, drafts = self._begin.anchor.shape[0], self._num_drafts
-        for wanted in range(drafts + 1) if self._inputs else ():
-            for undrafted in (0.0, np.inf):  # steps a second
-                tables = self._inputs[0]
-                speeds = np.ones_like(tables.steps_per_s)
-                speeds[0] = undrafted
-                self._restart()
-                self._state = self._state.replace(remaining=jnp.full(rows, wanted + 1, jnp.int32))
-                self._step(self._params, self._state, tables.replace(steps_per_s=speeds))
+        rows = self._begin.anchor.shape[0]
+        tables = self._tables.replace(steps_per_s=np.ones_like(self._tables.steps_per_s))
+        for wanted in range(self._num_drafts + 1) if self._round else ():
+            self._restart()
+            self._state = self._state.replace(remaining=jnp.full(rows, wanted + 1, jnp.int32))
+            self._round(self._params, self._state, tables)
+        if self._plain:
+            self._restart()
+            self._plain(self._params, self._state)
         self._restart()
         self._run()
+        self._restart()
 
     def _restart(self) -> None:
         self._state = jax.tree.map(jnp.copy, self._begin)
@@ -186,7 +190,12 @@ class Lane:
         )  # fmt: skip
 
     def _run(self) -> RoundOutput:
-        self._state, output = self._step(self._params, self._state, *self._inputs)
+        if self._round is None or (
+            self._is_bypassed and self._is_bypassed(self._state, self._tables)
+        ):
+            self._state, output = self._plain(self._params, self._state)
+        else:
+            self._state, output = self._round(self._params, self._state, self._tables)
         return jax.device_get(output)
 
 

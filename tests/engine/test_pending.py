@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 
-from dspark_jax.decode import decode_round, prefill
+from dspark_jax.decode import decode_round, is_bypassed, plain_step, prefill
 from dspark_jax.pending import PENDING_ROWS
 from dspark_jax.schedule import ScheduleConfig
 from dspark_jax.state import Decoder, DecodeState, admit, init_state, release
@@ -41,9 +41,10 @@ class _Slots:
         )
         self._empty = functools.partial(init_state, decoder, SLOTS, CAPACITY, np.float32)
         self._fill = jax.jit(functools.partial(prefill, decoder))
-        self._round = jax.jit(
-            functools.partial(decode_round, decoder, rows=SLOTS, buckets=(SLOTS * (BLOCK + 1),))
-        )
+        static = dict(rows=SLOTS, buckets=(SLOTS * (BLOCK + 1),))
+        self._bypassed = jax.jit(functools.partial(is_bypassed, decoder, **static))
+        self._round = jax.jit(functools.partial(decode_round, decoder, **static))
+        self._plain = jax.jit(functools.partial(plain_step, decoder, rows=SLOTS))
         self.state, self.texts = self._empty(), [[], []]
 
     def fill(self, state: DecodeState, slot: int, text: list[int]) -> DecodeState:
@@ -67,7 +68,11 @@ class _Slots:
         history = self.state.history.replace(idle_requests=np.int32(-1))  # the speeds are new
         self.state = self.state.replace(history=history)
         for _ in range(rounds):
-            self.state, output = self._round(self.params, self.state, _tables(undrafted))
+            tables = _tables(undrafted)
+            if self._bypassed(self.state, tables):
+                self.state, output = self._plain(self.params, self.state)
+            else:
+                self.state, output = self._round(self.params, self.state, tables)
             for slot, text in enumerate(self.texts):
                 text += np.asarray(output.tokens[slot, : output.emit_len[slot]]).tolist()
             bypassed.append(bool(output.bypassed))

@@ -1,6 +1,7 @@
 """SPS tables measured and used by an engine, and the rounds an engine records."""
 
 import dataclasses
+import functools
 import json
 
 import numpy as np
@@ -72,8 +73,7 @@ def test_rounds_are_chained_and_the_median_counts(engine, pair, monkeypatch):
     monkeypatch.setattr(engine.programs, "widths", (1,))
     table = measure_table(engine, sps_key(pair), [8])
     assert set(table.curves[0].seconds) == {1 / CHAIN}  # the clock ticks once per chain
-    untimed = 1  # round of nobody
-    assert len(calls) == len(engine.programs.buckets(1)) * (untimed + CHAIN * (REPEATS + 1))
+    assert len(calls) == len(engine.programs.buckets(1)) * CHAIN * (REPEATS + 1)
 
 
 def made_for(pair: Pair, **key) -> SpsTable:
@@ -156,16 +156,14 @@ def test_rounds_that_draft_nothing_are_timed_as_such(pair, monkeypatch):
     schedule = ScheduleConfig(policy="early_stop", min_predicted_gain=0.0)
     engine = Engine(pair.decoder(schedule), pair.params, slots=SLOTS, capacity=CAPACITY)
     outputs = []
-    real = engine.programs.round[1]
 
-    def keep(params, state, tables):
-        anyone = bool(state.active.any())
-        state, output = real(params, state, tables)
-        if anyone:
-            outputs.append((int(output.verify_rows), bool(output.bypassed)))
+    def keep(real, *args):
+        state, output = real(*args)
+        outputs.append((int(output.verify_rows), bool(output.bypassed)))
         return state, output
 
-    monkeypatch.setitem(engine.programs.round, 1, keep)
+    for programs in (engine.programs.round, engine.programs.plain):
+        monkeypatch.setitem(programs, 1, functools.partial(keep, programs[1]))
     curves = measure_table(engine, sps_key(pair), [8, 12]).curves
     assert len(curves) == 2 and all(curve.undrafted_seconds is not None for curve in curves)
     kinds = [(1, False), (2, False), (3, False), (1, True)]

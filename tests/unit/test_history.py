@@ -19,6 +19,7 @@ from dspark_jax.history import (
     init_history,
     is_probe,
     remember,
+    remember_idle,
 )
 from dspark_jax.schedule import Evidence, ScheduleConfig, staircase
 
@@ -27,14 +28,16 @@ SLOTS, K = 3, 4
 
 def step(history: History, confidence: float = 0.5, **changes) -> History:
     """One round of two rows in which both requests verify 3 drafts and accept 1."""
-    values = {
-        "active": [True, True], "bypassed": False, "verify_len": [3, 3], "accept_len": [1, 1],
-        **changes,
-    }  # fmt: skip
+    values = {"active": [True, True], "verify_len": [3, 3], "accept_len": [1, 1], **changes}
     return remember(
         history, confidence=jnp.full((2, K), confidence),
         **{name: jnp.asarray(value) for name, value in values.items()},
     )  # fmt: skip
+
+
+def idle(history: History) -> History:
+    """One round of the same two without drafts."""
+    return remember_idle(history, active=jnp.array([True, True]))
 
 
 NEUTRAL = jnp.array([0.9, 0.8, 0.7, 0.6])
@@ -61,7 +64,7 @@ def test_usual_confidences_start_neutral_and_follow_a_fading_mean():
     weight = FADING ** np.arange(4, -1, -1)
     mean = (NEUTRAL_ROUNDS * NEUTRAL + weight @ given) / (NEUTRAL_ROUNDS + weight.sum())
     np.testing.assert_allclose(history.usual(1, NEUTRAL)[0], mean, rtol=1e-6)
-    bypassed = step(history, confidence=0.0, bypassed=True)
+    bypassed = idle(history)
     np.testing.assert_array_equal(bypassed.usual(1, NEUTRAL), history.usual(1, NEUTRAL))
     fresh = forget(history, jnp.int32(0)).usual(2, NEUTRAL)
     np.testing.assert_allclose(fresh[0], NEUTRAL, rtol=1e-6)
@@ -74,7 +77,7 @@ def test_idle_slots_and_bypassed_rounds_leave_no_trace_and_a_newcomer_starts_afr
     np.testing.assert_allclose(after.confidence[0], 0.3, rtol=1e-6)
     np.testing.assert_array_equal(after.confidence[1], history.confidence[1])
     np.testing.assert_array_equal(after.acceptance[1], history.acceptance[1])
-    bypassed = step(history, confidence=0.3, bypassed=True)
+    bypassed = idle(history)
     np.testing.assert_array_equal(bypassed.confidence, history.confidence)
     np.testing.assert_array_equal(bypassed.acceptance, history.acceptance)
     assert int(bypassed.idle_rounds) == 1 and int(after.idle_rounds) == 0
@@ -123,7 +126,7 @@ def evidence(older: float, undrafted: float) -> Evidence:
 def test_bypass_goes_by_older_rounds_with_hysteresis_and_rechecks():
     config = ScheduleConfig(min_predicted_gain=0.1)
     drafting = init_history(config, SLOTS, K)
-    idle = drafting.replace(idle_rounds=jnp.int32(1))
+    resting = drafting.replace(idle_rounds=jnp.int32(1))
     # One draft each at confidence c: gain = (1 + c) / undrafted - 1.
     for gain, while_drafting, while_idle in (
         (0.09, True, True),
@@ -132,7 +135,7 @@ def test_bypass_goes_by_older_rounds_with_hysteresis_and_rechecks():
     ):
         case = evidence(0.5, 1.5 / (1 + gain))
         assert bool(bypasses(drafting, case, config)) is while_drafting
-        assert bool(bypasses(idle, case, config)) is while_idle
+        assert bool(bypasses(resting, case, config)) is while_idle
     long_idle = drafting.replace(idle_rounds=jnp.int32(RECHECK_AFTER))
     assert not bypasses(long_idle, evidence(0.0, 2.0), config)
     rechecked = step(long_idle)
@@ -144,28 +147,24 @@ def test_bypass_goes_by_older_rounds_with_hysteresis_and_rechecks():
 def test_what_was_found_holds_while_the_same_requests_draft_nothing():
     config = ScheduleConfig(min_predicted_gain=0.0)
     poor, rich = evidence(0.0, 2.0), evidence(1.0, 0.1)
-    history = step(init_history(config, SLOTS, K), bypassed=bypasses_at_first(config, poor))
+    history = init_history(config, SLOTS, K)
+    assert bypasses(history, poor, config) and not bypasses(history, rich, config)
+    history = idle(history)
     assert bypasses(history, rich, config)
     assert not bypasses(history, rich.replace(active=jnp.array([True, False])), config)
     assert not bypasses(forget(history, jnp.int32(1)), rich, config)
     assert not bypasses(step(history), rich, config)  # a round with drafts
 
 
-def bypasses_at_first(config: ScheduleConfig, given: Evidence) -> bool:
-    bypassed = bypasses(init_history(config, SLOTS, K), given, config)
-    assert bypassed
-    return bool(bypassed)
-
-
 def test_rechecks_that_change_nothing_become_rare_until_drafts_pay_again():
     config = ScheduleConfig(min_predicted_gain=0.0)
-    history, poor, waits, idle = init_history(config, SLOTS, K), evidence(0.0, 2.0), [], 0
+    history, poor, waits, rounds = init_history(config, SLOTS, K), evidence(0.0, 2.0), [], 0
     decide = jax.jit(lambda history: bypasses(history, poor, config))
-    advance = jax.jit(lambda history, bypassed: step(history, bypassed=bypassed))
+    drafting, resting = jax.jit(step), jax.jit(idle)
     while len(waits) < 7:
         bypassed = decide(history)
-        history = advance(history, bypassed)
-        waits, idle = (waits, idle + 1) if bypassed else ([*waits, idle], 0)
+        history = (resting if bypassed else drafting)(history)
+        waits, rounds = (waits, rounds + 1) if bypassed else ([*waits, rounds], 0)
     doubling = [RECHECK_AFTER * 2**i - (i > 0) for i in range(7)]  # a recheck is idle as well
     assert waits == [min(wait, RECHECK_AT_MOST - 1) for wait in doubling]
     history = step(step(history))  # the round after a recheck drafts as well
