@@ -1,8 +1,9 @@
 """Throughput of every scheduling policy against plain decoding and every fixed draft length.
 
 All contenders decode the same prompts from the same prefilled slots, in turns, in one process, at
-each batch size. Speeds come from a table of tools/profile_sps.py for this machine; temperatures of
-the confidences from tools/calibrate.py.
+each batch size. One prompt of a small batch may be lucky for some: --num-prompts decodes more, one
+batch after another. Speeds come from a table of tools/profile_sps.py for this machine,
+temperatures of the confidences from tools/calibrate.py.
 
     python tools/profile_sps.py --slots 16 --out sps.json
     python tools/compare_policies.py --prompts FILE.jsonl --sps-table sps.json --batch 1 4 16
@@ -34,6 +35,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--sps-table", required=True, metavar="FILE")
     parser.add_argument("--confidence-sts", metavar="FILE")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16], metavar="R")
+    parser.add_argument(
+        "--num-prompts", type=int, default=0, metavar="N",
+        help="per batch size, at least the batch; more make chance smaller",
+    )  # fmt: skip
     parser.add_argument(
         "--confidence-threshold", type=float, default=0.5, metavar="C", help="of 'threshold'"
     )
@@ -80,10 +85,11 @@ def main() -> None:
     files = [read_prompts(path) for path in args.prompts]
     mixed = [file[i] for i in range(max(map(len, files))) for file in files if i < len(file)]
     requests = chat_requests(pair, mixed, options)
-    if len(requests) < max(args.batch):
+    wanted = max(args.num_prompts, *args.batch)
+    if len(requests) < wanted:
         raise ValueError(
-            f"{len(requests)} prompts of at most {args.max_prompt_len} tokens; a batch of "
-            f"{max(args.batch)} needs as many. Give more --prompts or a larger --max-prompt-len."
+            f"{len(requests)} prompts of at most {args.max_prompt_len} tokens, but {wanted} are "
+            "wanted. Give more --prompts, a larger --max-prompt-len, or lower --num-prompts."
         )
     sps = load_sps_table(args.sps_table)
     sps.check(sps_key(pair), say)
@@ -96,9 +102,11 @@ def main() -> None:
     )
     results = {}
     for rows in args.batch:
+        starts = range(0, max(args.num_prompts, rows) - rows + 1, rows)
+        heats = [requests[start : start + rows] for start in starts]
         outcomes = race(
-            pair, field, requests[:rows], tokens=args.max_new_tokens, sps=sps,
-            calibration=calibration, progress=say,
+            pair, field, heats, tokens=args.max_new_tokens, sps=sps, calibration=calibration,
+            progress=say,
         )  # fmt: skip
         results[rows] = [dataclasses.asdict(o) for o in outcomes]
         print(table(rows, outcomes), flush=True)

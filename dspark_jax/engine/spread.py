@@ -158,7 +158,8 @@ class Spread:
             )  # fmt: skip
             return self._outside(state)
 
-        return self._grouped(run, [_WHOLE] * 4, self._slot_specs)
+        ins = [_WHOLE, self._slot_specs, *[_WHOLE] * 4]
+        return self._grouped(run, ins, self._slot_specs)
 
     def plain_step(self, rows: int) -> Callable:
         """`decode.plain_step` for the first `rows` slots of every group."""
@@ -167,7 +168,7 @@ class Spread:
             state, output = plain_step(self.decoder, params, self._inside(state), rows)
             return self._outside(state), _with_group(output)
 
-        return self._grouped(run, [], (self._slot_specs, _DATA))
+        return self._grouped(run, [_WHOLE, self._slot_specs], (self._slot_specs, _DATA))
 
     def decode_round(self, rows: int, buckets: tuple[int, ...]) -> Callable:
         """`decode.decode_round` for the first `rows` slots of every group."""
@@ -180,7 +181,8 @@ class Spread:
             )
             return self._outside(state), _with_group(output)
 
-        return self._grouped(run, [_WHOLE], (self._slot_specs, _DATA))
+        ins = [_WHOLE, self._slot_specs, _WHOLE]
+        return self._grouped(run, ins, (self._slot_specs, _DATA))
 
     def is_bypassed(self, rows: int, buckets: tuple[int, ...]) -> Callable:
         """`decode.is_bypassed` for the first `rows` slots of every group: bool[groups]."""
@@ -188,15 +190,12 @@ class Spread:
         def run(state: DecodeState, tables: ScheduleTables) -> jax.Array:
             return is_bypassed(self.decoder, self._inside(state), tables, rows, buckets)[None]
 
-        return jax.shard_map(
-            run, in_specs=(self._slot_specs, _WHOLE), out_specs=_DATA, axis_names={"data"},
-            check_vma=False,
-        )  # fmt: skip
+        return self._grouped(run, [self._slot_specs, _WHOLE], _DATA)
 
-    def _grouped(self, run: Callable, more: Sequence[PartitionSpec], out: Any) -> Callable:
+    def _grouped(self, run: Callable, ins: Sequence[Any], out: Any) -> Callable:
         return jax.shard_map(
             run,
-            in_specs=(_WHOLE, self._slot_specs, *more),
+            in_specs=(*ins,),
             out_specs=out,
             axis_names={"data"},
             check_vma=False,  # a group's branches are its own

@@ -1,8 +1,8 @@
 """Scheduling policies side by side: the same prompts, a steady load, one process, in turns.
 
-Every contender starts from a copy of the same prefilled slots and decodes until so many tokens
-have come out. Turns are short, so that a slow spell of the machine hits all of them. End marks are
-ignored: a request that ended early would change the load.
+In every heat, each contender starts from a copy of the same prefilled slots and decodes until so
+many tokens have come out. Turns are short, so that a slow spell of the machine hits all of them.
+End marks are ignored: a request that ended early would change the load.
 """
 
 import dataclasses
@@ -115,8 +115,8 @@ class Lane:
     Args:
       contender: how to decode.
       pair: the models.
-      state: prefilled slots; copied.
       rows: R, all slots.
+      capacity: C of the slots.
       tables: what rounds are scheduled by.
     """
 
@@ -124,19 +124,18 @@ class Lane:
         self,
         contender: Contender,
         pair: Pair,
-        state: DecodeState,
         rows: int,
+        capacity: int,
         tables: ScheduleTables,
     ):
         self.contender = contender
         decoder = pair.decoder(
             contender.schedule or ScheduleConfig(), contender.rejection_sample_method
         )
-        own = init_state(decoder, rows, state.target_kv.capacity, pair.dtype)
-        self._begin = state.replace(history=own.history, pending=own.pending)
+        self._empty = functools.partial(init_state, decoder, rows, capacity, pair.dtype)
+        params, begin = shapes_of(pair.params), jax.eval_shape(self._empty)
         self._plain = self._round = self._is_bypassed = None
-        params, begin = shapes_of((pair.params, self._begin))
-        if contender.schedule is None or own.pending is not None:
+        if contender.schedule is None or begin.pending is not None:
             step = functools.partial(plain_step, decoder, rows=rows)
             self._plain = jax.jit(step, donate_argnums=1).lower(params, begin).compile()
         if contender.schedule is not None:
@@ -144,39 +143,42 @@ class Lane:
             static, speeds = dict(rows=rows, buckets=buckets), shapes_of(tables)
             step = functools.partial(decode_round, decoder, **static)
             self._round = jax.jit(step, donate_argnums=1).lower(params, begin, speeds).compile()
-            if own.pending is not None:
+            if begin.pending is not None:
                 asks = functools.partial(is_bypassed, decoder, **static)
                 self._is_bypassed = jax.jit(asks).lower(begin, speeds).compile()
-        self._params, self._state, self._tables = pair.params, None, tables
-        self._num_drafts = decoder.num_drafts
+        self._params, self._tables, self._num_drafts = pair.params, tables, decoder.num_drafts
+        self._state, self.left = None, 0
         self.tokens = self.rounds = self.rows = self.bypassed = 0
         self.seconds = 0.0
 
-    def warm_up(self) -> None:
-        """Runs every branch once, since the first run of one is slow, and begins anew."""
-        rows = self._begin.anchor.shape[0]
+    def begin(self, state: DecodeState, tokens: int) -> None:
+        """Starts from a copy of these prefilled slots; `tokens` are to come out of them."""
+        empty = self._empty()
+        copied = jax.tree.map(jnp.copy, state.replace(history=None, pending=None))
+        self._state = copied.replace(history=empty.history, pending=empty.pending)
+        self.left = tokens
+
+    def warm_up(self, state: DecodeState) -> None:
+        """Runs every branch once from prefilled slots, since the first run of one is slow."""
         tables = self._tables.replace(steps_per_s=np.ones_like(self._tables.steps_per_s))
         for wanted in range(self._num_drafts + 1) if self._round else ():
-            self._restart()
-            self._state = self._state.replace(remaining=jnp.full(rows, wanted + 1, jnp.int32))
+            self.begin(state.replace(remaining=jnp.full_like(state.remaining, wanted + 1)), 0)
             self._round(self._params, self._state, tables)
         if self._plain:
-            self._restart()
+            self.begin(state, 0)
             self._plain(self._params, self._state)
-        self._restart()
+        self.begin(state, 0)
         self._run()
-        self._restart()
 
-    def _restart(self) -> None:
-        self._state = jax.tree.map(jnp.copy, self._begin)
-
-    def turn(self, until: int) -> None:
-        """Some rounds, as long as there are fewer than `until` tokens."""
+    def turn(self) -> None:
+        """Some rounds, as long as there are tokens to come."""
         begin = time.perf_counter()
         for _ in range(TURN):
-            if self.tokens < until:
+            if self.left > 0:
                 output = self._run()
-                self.tokens += int(output.emit_len.sum())
+                emitted = int(output.emit_len.sum())
+                self.tokens += emitted
+                self.left -= emitted
                 self.rounds += 1
                 self.rows += int(output.verify_rows)
                 self.bypassed += int(output.bypassed)
@@ -202,7 +204,7 @@ class Lane:
 def race(
     pair: Pair,
     field: Sequence[Contender],
-    requests: Sequence[Request],
+    heats: Sequence[Sequence[Request]],
     *,
     tokens: int,
     sps: SpsTable,
@@ -214,7 +216,7 @@ def race(
     Args:
       pair: models with a draft.
       field: the contenders.
-      requests: R of them, decoded together.
+      heats: R requests each, decoded together; one heat after another.
       tokens: per request, to come out of every contender.
       sps: speeds measured on this device.
       calibration: of the confidences.
@@ -228,43 +230,54 @@ def race(
     """
     if pair.draft is None:
         raise ValueError("policies are compared on a pair with a draft; choose one with --draft.")
-    rows, drafts = len(requests), pair.draft.config.num_drafts
-    longest = max(len(request.prompt_ids) for request in requests)
+    rows, drafts = len(heats[0]), pair.draft.config.num_drafts
+    longest = max(len(request.prompt_ids) for heat in heats for request in heat)
     capacity = longest + 2 * tokens + 2 * (drafts + 1)
     tables = ScheduleTables(
         steps_per_s=sps.steps_per_s(rows, drafts, longest + tokens // 2),
         **calibration.tables(),
     )
-    state = _prefilled(pair, requests, capacity)
+    prefilled = _prefiller(pair, rows, capacity, longest)
     lanes = []
     for i, contender in enumerate(field):
         progress(f"compiling {i + 1}/{len(field)}: {rows} requests, {contender.name}")
-        lanes.append(Lane(contender, pair, state, rows, tables))
+        lanes.append(Lane(contender, pair, rows, capacity, tables))
     for lane in lanes:
-        lane.warm_up()
-    progress(f"{rows} requests: {len(lanes)} contenders, {tokens} tokens per request each")
-    until = tokens * rows
-    while min(lane.tokens for lane in lanes) < until:
+        lane.warm_up(prefilled(heats[0]))
+    for i, heat in enumerate(heats):
+        progress(
+            f"{rows} requests, heat {i + 1}/{len(heats)}: {len(lanes)} contenders, {tokens} "
+            "tokens per request each"
+        )
+        state = prefilled(heat)
         for lane in lanes:
-            lane.turn(until)
+            lane.begin(state, tokens * rows)
+        while any(lane.left > 0 for lane in lanes):
+            for lane in lanes:
+                lane.turn()
     return [lane.outcome() for lane in lanes]
 
 
-def _prefilled(pair: Pair, requests: Sequence[Request], capacity: int) -> DecodeState:
-    """Slots that hold the prompts, each about to decode with room to the end of its slot."""
+def _prefiller(
+    pair: Pair, rows: int, capacity: int, width: int
+) -> Callable[[Sequence[Request]], DecodeState]:
+    """Fills slots with prompts of at most `width` tokens, about to decode to their slots' end."""
     decoder = pair.decoder()
-    state = init_state(decoder, len(requests), capacity, pair.dtype)
-    width = max(len(request.prompt_ids) for request in requests)
     fill = jax.jit(functools.partial(prefill, decoder), donate_argnums=1)
     enter = jax.jit(admit, donate_argnums=0)
-    for slot, request in enumerate(requests):
-        ids, count = request.prompt_ids, len(request.prompt_ids) - 1
-        tokens = np.zeros(width, np.int32)
-        tokens[:count] = ids[:-1]
-        state = fill(pair.params, state, np.int32(slot), tokens, np.int32(0), np.int32(count))
-        sampling = sampling_of(request, pair.target.config.vocab_size)
-        state = enter(
-            state, np.int32(slot), np.int32(ids[-1]), np.int32(count),
-            np.int32(capacity - len(ids)), sampling,
-        )  # fmt: skip
-    return state
+
+    def prefilled(requests: Sequence[Request]) -> DecodeState:
+        state = init_state(decoder, rows, capacity, pair.dtype)
+        for slot, request in enumerate(requests):
+            ids, count = request.prompt_ids, len(request.prompt_ids) - 1
+            tokens = np.zeros(width, np.int32)
+            tokens[:count] = ids[:-1]
+            state = fill(pair.params, state, np.int32(slot), tokens, np.int32(0), np.int32(count))
+            sampling = sampling_of(request, pair.target.config.vocab_size)
+            state = enter(
+                state, np.int32(slot), np.int32(ids[-1]), np.int32(count),
+                np.int32(capacity - len(ids)), sampling,
+            )  # fmt: skip
+        return state
+
+    return prefilled

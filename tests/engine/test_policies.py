@@ -33,12 +33,12 @@ def run(pair: Pair, names: tuple[str, ...], *, undrafted_seconds: float) -> dict
     seconds = {ROWS: 1.0, ROWS * (DRAFTS + 1): 1.0 + 1e-6}
     curve = Curve.of(ROWS, 8, seconds, undrafted_seconds)
     outcomes = race(
-        pair, [c for c in field if c.name in names], requests, tokens=TOKENS,
+        pair, [c for c in field if c.name in names], [requests, requests], tokens=TOKENS,
         sps=SpsTable(key=SpsKey(), source="measured", curves=(curve,)),
         calibration=Calibration(temperatures=(1.0,) * DRAFTS),
     )  # fmt: skip
     assert tuple(o.name for o in outcomes) == names
-    assert all(o.tokens >= TOKENS * ROWS and o.seconds > 0 for o in outcomes)
+    assert all(o.tokens >= 2 * TOKENS * ROWS and o.seconds > 0 for o in outcomes)
     return {o.name: o for o in outcomes}
 
 
