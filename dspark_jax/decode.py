@@ -89,8 +89,8 @@ def plain_step(
       The state one token further, and the tokens with emit_len 1 where active.
     """
     view = SlotView.of(state, rows)
-    between = state.pending is not None
-    if between:
+    bypassing = state.pending is not None
+    if bypassing:
         state = _settled(decoder, params, state, view, needed=False)
     count = view.active.astype(jnp.int32)
     with jax.named_scope("target.verify"):
@@ -108,7 +108,7 @@ def plain_step(
             first_slot=0, start=view.anchor_pos, count=_after_reading(count, out),
         )  # fmt: skip
         state = state.replace(target_kv=target_kv)
-        if between:
+        if bypassing:
             state = state.replace(
                 pending=keep_row(state.pending, out.context_features[:, 0], view.active),
                 history=remember_idle(state.history, active=view.active),
@@ -118,7 +118,7 @@ def plain_step(
     return state, RoundOutput(
         tokens=token[:, None], emit_len=count, accept_len=zeros, verify_len=zeros,
         confidence=nothing, presampled=nothing, verify_rows=jnp.int32(rows),
-        probe=jnp.zeros((), bool), bypassed=jnp.full((), between),
+        probe=jnp.zeros((), bool), bypassed=jnp.full((), bypassing),
     )  # fmt: skip
 
 
