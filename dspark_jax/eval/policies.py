@@ -153,6 +153,7 @@ class Lane:
 
     def begin(self, state: DecodeState, tokens: int) -> None:
         """Starts from a copy of these prefilled slots; `tokens` are to come out of them."""
+        self._state = None  # its memory is the copy's
         empty = self._empty()
         copied = jax.tree.map(jnp.copy, state.replace(history=None, pending=None))
         self._state = copied.replace(history=empty.history, pending=empty.pending)
@@ -169,6 +170,7 @@ class Lane:
             self._plain(self._params, self._state)
         self.begin(state, 0)
         self._run()
+        self._state = None
 
     def turn(self) -> None:
         """Some rounds, as long as there are tokens to come."""
@@ -242,8 +244,9 @@ def race(
     for i, contender in enumerate(field):
         progress(f"compiling {i + 1}/{len(field)}: {rows} requests, {contender.name}")
         lanes.append(Lane(contender, pair, rows, capacity, tables))
+    state = prefilled(heats[0])
     for lane in lanes:
-        lane.warm_up(prefilled(heats[0]))
+        lane.warm_up(state)
     for i, heat in enumerate(heats):
         progress(
             f"{rows} requests, heat {i + 1}/{len(heats)}: {len(lanes)} contenders, {tokens} "
