@@ -111,7 +111,7 @@ def measure_table(
                     f"{1e3 * seconds[bucket]:.2f} ms"
                 )
             undrafted = None
-            if engine.decoder.schedule.min_predicted_gain is not None:
+            if engine.programs.bypassed:
                 state, undrafted, _ = _time_bucket(engine, state, rows, 0, context_len, temperature)
                 progress(
                     f"context {context_len}, {rows} requests, undrafted: {1e3 * undrafted:.2f} ms"

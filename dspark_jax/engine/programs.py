@@ -176,7 +176,7 @@ class Programs:
                 self._params, self._state, *_ints(1), tokens, *_ints(2), donate=1,
             )  # fmt: skip
         drafts = self.decoder.draft is not None
-        bypassing = drafts and self.decoder.schedule.min_predicted_gain is not None
+        bypassing = self._state.pending is not None
         for rows in self.widths:
             if bypassing or not drafts:
                 yield f"plain step of {rows} requests", self.plain, rows, functools.partial(

@@ -85,7 +85,7 @@ def test_a_dense_pair_decodes_the_same(dense, expected, mesh):
 
 @pytest.mark.parametrize("mesh", ["data=2,model=4", "model=8"])
 def test_rounds_without_drafts_decode_the_same(dense, mesh):
-    """Groups of slots bypass on their own; `coupled`, whose text depends on no such decision."""
+    """Where one group of slots drafts, all do; `coupled`, as its text depends on no decision."""
     schedule = ScheduleConfig(policy="lagged", min_predicted_gain=0.0)
     whole, split = (
         _run_where_drafts_hardly_pay(
