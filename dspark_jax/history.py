@@ -13,7 +13,7 @@ from dspark_jax.schedule import Evidence, ScheduleConfig, predicted_gain
 ONLINE_RATE = 0.1  # weight of the newest outcome in the estimate of acceptance
 EXPLORING_RATE = 0.01  # how fast the estimate for drafts that are never sent returns to 1
 HYSTERESIS = 0.02  # predicted gain above the least at which drafting starts again
-RECHECK_AFTER = 64  # rounds without drafts after which one drafts, to see how likely they are
+RECHECK_AFTER = 128  # rounds without drafts after which one drafts, at up to 3 times their price
 RECHECK_AT_MOST = 512  # as many after rechecks in a row that changed nothing: each doubles the wait
 FADING = 0.9  # weight of a round's confidences in the usual ones, a round with drafts later
 NEUTRAL_ROUNDS = 2.0  # what is believed of any request counts as much as these rounds of its own

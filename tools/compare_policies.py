@@ -14,13 +14,15 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
+
 from dspark_jax.calibrate import Calibration, load_calibration
 from dspark_jax.checkpoint.demo import DEMO_TARGET
 from dspark_jax.cli import add_sampling_options, run_main, say
 from dspark_jax.engine.load import DTYPES, load_pair
 from dspark_jax.engine.profile import sps_key
 from dspark_jax.eval.compare import Comparison, chat_requests, read_prompts
-from dspark_jax.eval.policies import Outcome, contenders, race
+from dspark_jax.eval.policies import Outcome, chosen, contenders, race
 from dspark_jax.eval.timing import machine
 from dspark_jax.sps import load_sps_table
 
@@ -35,6 +37,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--sps-table", required=True, metavar="FILE")
     parser.add_argument("--confidence-sts", metavar="FILE")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16], metavar="R")
+    parser.add_argument(
+        "--contenders", nargs="+", metavar="NAME",
+        help="only these of 'none', 'full', 'fixed 1' and so on, and the policies; default: all",
+    )  # fmt: skip
     parser.add_argument(
         "--num-prompts", type=int, default=0, metavar="N",
         help="per batch size, at least the batch; more make chance smaller",
@@ -58,8 +64,9 @@ def parser() -> argparse.ArgumentParser:
 def table(rows: int, outcomes: list[Outcome]) -> str:
     """One batch size for people."""
     speed = {o.name: o.tokens_per_s for o in outcomes}
-    better = max(speed["none"], speed["full"])
-    fixed = max(v for k, v in speed.items() if k == "full" or k.startswith("fixed"))
+    better = max((speed[k] for k in ("none", "full") if k in speed), default=np.nan)
+    fixed = [v for k, v in speed.items() if k == "full" or k.startswith("fixed")]
+    best_fixed = max(fixed, default=np.nan)
     lines = [
         f"{rows} requests  tokens/s  of better(none, full)  of best fixed  tau  rows/request  "
         "rounds without drafts"
@@ -67,7 +74,7 @@ def table(rows: int, outcomes: list[Outcome]) -> str:
     for o in outcomes:
         lines.append(
             f"  {o.name:11s} {o.tokens_per_s:8.1f} {o.tokens_per_s / better:12.3f} "
-            f"{o.tokens_per_s / fixed:20.3f} {o.tokens / o.rounds / rows:11.2f} "
+            f"{o.tokens_per_s / best_fixed:20.3f} {o.tokens / o.rounds / rows:11.2f} "
             f"{o.rows / o.rounds / rows:8.2f} {o.bypassed / o.rounds:12.1%}"
         )
     return "\n".join(lines)
@@ -100,6 +107,8 @@ def main() -> None:
     field = contenders(
         drafts, threshold=args.confidence_threshold, min_predicted_gain=args.min_predicted_gain
     )
+    if args.contenders is not None:
+        field = chosen(field, args.contenders)
     results = {}
     for rows in args.batch:
         starts = range(0, max(args.num_prompts, rows) - rows + 1, rows)

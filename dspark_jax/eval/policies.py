@@ -109,6 +109,19 @@ def contenders(num_drafts: int, *, threshold: float, min_predicted_gain: float) 
     ]
 
 
+def chosen(field: Sequence[Contender], names: Sequence[str]) -> list[Contender]:
+    """Those of the field with these names.
+
+    Raises:
+      ValueError: a name is not of the field.
+    """
+    known = [contender.name for contender in field]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"no contenders {unknown}; choose from {known}.")
+    return [contender for contender in field if contender.name in names]
+
+
 class Lane:
     """A contender with its compiled round and its own slots.
 

@@ -7,7 +7,7 @@ import pytest
 from dspark_jax.calibrate import Calibration
 from dspark_jax.engine.load import Pair, load_pair
 from dspark_jax.engine.requests import Request
-from dspark_jax.eval.policies import Outcome, contenders, race
+from dspark_jax.eval.policies import Outcome, chosen, contenders, race
 from dspark_jax.sps import Curve, SpsKey, SpsTable
 from tests.models import write_draft, write_target
 
@@ -33,7 +33,7 @@ def run(pair: Pair, names: tuple[str, ...], *, undrafted_seconds: float) -> dict
     seconds = {ROWS: 1.0, ROWS * (DRAFTS + 1): 1.0 + 1e-6}
     curve = Curve.of(ROWS, 8, seconds, undrafted_seconds)
     outcomes = race(
-        pair, [c for c in field if c.name in names], [requests, requests], tokens=TOKENS,
+        pair, chosen(field, names), [requests, requests], tokens=TOKENS,
         sps=SpsTable(key=SpsKey(), source="measured", curves=(curve,)),
         calibration=Calibration(temperatures=(1.0,) * DRAFTS),
     )  # fmt: skip
@@ -64,3 +64,10 @@ def test_a_pair_without_a_draft_is_refused(pair):
         race(
             plain, [], [], tokens=1, sps=None, calibration=None,
         )  # fmt: skip
+
+
+def test_contenders_are_chosen_by_name():
+    field = contenders(DRAFTS, threshold=1.0, min_predicted_gain=0.0)
+    assert [c.name for c in chosen(field, ["lagged", "none"])] == ["none", "lagged"]
+    with pytest.raises(ValueError, match="'early_stop', 'lagged'"):
+        chosen(field, ["none", "late_stop"])
