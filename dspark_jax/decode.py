@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from dspark_jax.acceptance import accept
 from dspark_jax.draft.propose import propose
-from dspark_jax.history import bypasses, is_probe, remember, remember_idle
+from dspark_jax.history import bypassed_rounds, is_probe, remember, remember_idle
 from dspark_jax.kv_cache import KVCache, PagedCache, write_rows
 from dspark_jax.pending import keep_row, settle
 from dspark_jax.sampling import sample_plain
@@ -122,28 +122,28 @@ def plain_step(
     )  # fmt: skip
 
 
-def is_bypassed(
+def rounds_to_bypass(
     decoder: Decoder,
     state: DecodeState,
     tables: ScheduleTables,
     rows: int,
     buckets: tuple[int, ...],
 ) -> jax.Array:
-    """Should the coming round be a plain step, as drafts do not pay? Asks older rounds only.
+    """How many coming rounds should be plain steps, as drafts do not pay? Asks older rounds only.
 
     Args:
       decoder: with a draft and a schedule that has `min_predicted_gain`.
-      state: before the round.
-      tables: as the round's.
+      state: before the first of them.
+      tables: as a round's.
       rows: static R.
-      buckets: static, as the round's.
+      buckets: static, as a round's.
 
     Returns:
-      bool[].
+      i32[]; it holds until a request ends or begins. 0: the coming round drafts.
     """
     evidence = _older_evidence(decoder, state, SlotView.of(state, rows), tables, buckets)
     usual = state.history.usual(rows, tables.neutral_confidence)
-    return bypasses(state.history, evidence.replace(lagged=usual), decoder.schedule)
+    return bypassed_rounds(state.history, evidence.replace(lagged=usual), decoder.schedule)
 
 
 def decode_round(

@@ -127,6 +127,24 @@ def bypasses(history: History, evidence: Evidence, config: ScheduleConfig) -> ja
     return poor & (history.idle_rounds < history.recheck_after) & ~is_probe(history, config)
 
 
+def bypassed_rounds(history: History, evidence: Evidence, config: ScheduleConfig) -> jax.Array:
+    """How many coming rounds draft nothing, if none of the requests ends and none is new.
+
+    Args:
+      history: before the first of them.
+      evidence: as of `bypasses`.
+      config: with `min_predicted_gain`; None never bypasses.
+
+    Returns:
+      i32[], to the next recheck or probe; 0 if the coming round drafts.
+    """
+    left = history.recheck_after - history.idle_rounds
+    if config.probe_every:
+        to_probe = config.probe_every - 1 - history.rounds % config.probe_every
+        left = jnp.minimum(left, to_probe)
+    return jnp.where(bypasses(history, evidence, config), left, 0)
+
+
 def remember(
     history: History,
     *,

@@ -90,6 +90,7 @@ class Engine:
         self.sts_temperatures_presampled = np.ones(decoder.num_drafts, np.float32)
         self.neutral_confidence = np.ones(decoder.num_drafts, np.float32)
         self.on_round: Callable[[Sequence, RoundOutput, int], None] | None = None
+        self._plain_rounds = 0  # that come without asking whether drafts pay
         self._planner = None
         if self.programs.planned:
             self._planner = RowPlanner(decoder.schedule, slots, decoder.num_drafts)
@@ -235,8 +236,13 @@ class Engine:
             return True
         if not self.programs.bypassed:
             return False
-        bypassed = self.programs.bypassed[rows](self._state, self.tables(steps_per_s))
-        return bool(np.all(jax.device_get(bypassed)))
+        if self._plain_rounds == 0:
+            bypassed = self.programs.bypassed[rows](self._state, self.tables(steps_per_s))
+            self._plain_rounds = int(np.min(jax.device_get(bypassed)))
+            if self._plain_rounds == 0:
+                return False
+        self._plain_rounds -= 1
+        return True
 
     def _plan(self, rows: int, steps_per_s: np.ndarray) -> int:
         """Rows of every group in the next round: as the group needs that wants most."""
@@ -286,6 +292,7 @@ class Engine:
         )  # fmt: skip
         self.counters.prompt_tokens += len(request.prompt_ids)
         self._running[slot] = sequence
+        self._plain_rounds = 0
         if self._planner is not None:
             self._planner.admit(slot)
 
@@ -318,5 +325,6 @@ class Engine:
 
     def _free(self, slot: int) -> None:
         sequence = self._running.pop(slot)
+        self._plain_rounds = 0
         if sequence.finish_reason is not FinishReason.LENGTH:  # at the limit it goes idle itself
             self._state = self.programs.release(self._state, np.int32(slot))

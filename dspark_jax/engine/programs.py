@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.decode import decode_round, is_bypassed, plain_step, prefill
+from dspark_jax.decode import decode_round, plain_step, prefill, rounds_to_bypass
 from dspark_jax.engine.requests import Request
 from dspark_jax.engine.spread import Spread
 from dspark_jax.layouts import keep_layouts
@@ -110,7 +110,7 @@ class Programs:
       round: by width, the round that chooses its verify rows itself.
       planned: by width and verify rows, where the host chooses these; `round` is then empty.
       plain: by width, the plain step, where there is no draft or rounds may do without it.
-      bypassed: by width, whether the coming round should; empty where every round drafts.
+      bypassed: by width, how many coming rounds should; empty where every round drafts.
     """
 
     def __init__(
@@ -213,8 +213,8 @@ class Programs:
 
     def _bypassed(self, rows: int, buckets: tuple[int, ...]) -> Callable:
         if self.spread is not None:
-            return self.spread.is_bypassed(rows, buckets)
-        return functools.partial(is_bypassed, self.decoder, rows=rows, buckets=buckets)
+            return self.spread.rounds_to_bypass(rows, buckets)
+        return functools.partial(rounds_to_bypass, self.decoder, rows=rows, buckets=buckets)
 
     def _compile(
         self, function: Callable, *shapes: object, donate: int | None = 0, output: bool = False

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dspark_jax.decode import decode_round, is_bypassed, plain_step, prefill
+from dspark_jax.decode import decode_round, plain_step, prefill, rounds_to_bypass
 from dspark_jax.engine.processes import exchange
 from dspark_jax.sharding import check_divides, param_specs, place, shardings, state_specs
 from dspark_jax.state import Decoder, DecodeState, init_state
@@ -184,11 +184,11 @@ class Spread:
         ins = [_WHOLE, self._slot_specs, _WHOLE]
         return self._grouped(run, ins, (self._slot_specs, _DATA))
 
-    def is_bypassed(self, rows: int, buckets: tuple[int, ...]) -> Callable:
-        """`decode.is_bypassed` for the first `rows` slots of every group: bool[groups]."""
+    def rounds_to_bypass(self, rows: int, buckets: tuple[int, ...]) -> Callable:
+        """`decode.rounds_to_bypass` for the first `rows` slots of every group: i32[groups]."""
 
         def run(state: DecodeState, tables: ScheduleTables) -> jax.Array:
-            return is_bypassed(self.decoder, self._inside(state), tables, rows, buckets)[None]
+            return rounds_to_bypass(self.decoder, self._inside(state), tables, rows, buckets)[None]
 
         return self._grouped(run, [self._slot_specs, _WHOLE], _DATA)
 

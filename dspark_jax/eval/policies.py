@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.calibrate import Calibration
-from dspark_jax.decode import decode_round, is_bypassed, plain_step, prefill
+from dspark_jax.decode import decode_round, plain_step, prefill, rounds_to_bypass
 from dspark_jax.engine.load import Pair
 from dspark_jax.engine.programs import (
     sampling_of,
@@ -147,7 +147,7 @@ class Lane:
         )
         self._empty = functools.partial(init_state, decoder, rows, capacity, pair.dtype)
         params, begin = shapes_of(pair.params), jax.eval_shape(self._empty)
-        self._plain = self._round = self._is_bypassed = None
+        self._plain = self._round = self._bypassed = None
         if contender.schedule is None or begin.pending is not None:
             step = functools.partial(plain_step, decoder, rows=rows)
             self._plain = jax.jit(step, donate_argnums=1).lower(params, begin).compile()
@@ -157,10 +157,10 @@ class Lane:
             step = functools.partial(decode_round, decoder, **static)
             self._round = jax.jit(step, donate_argnums=1).lower(params, begin, speeds).compile()
             if begin.pending is not None:
-                asks = functools.partial(is_bypassed, decoder, **static)
-                self._is_bypassed = jax.jit(asks).lower(begin, speeds).compile()
+                asks = functools.partial(rounds_to_bypass, decoder, **static)
+                self._bypassed = jax.jit(asks).lower(begin, speeds).compile()
         self._params, self._tables, self._num_drafts = pair.params, tables, decoder.num_drafts
-        self._state, self.left = None, 0
+        self._state, self.left, self._plain_rounds = None, 0, 0
         self.tokens = self.rounds = self.rows = self.bypassed = 0
         self.seconds = 0.0
 
@@ -170,7 +170,7 @@ class Lane:
         empty = self._empty()
         copied = jax.tree.map(jnp.copy, state.replace(history=None, pending=None))
         self._state = copied.replace(history=empty.history, pending=empty.pending)
-        self.left = tokens
+        self.left, self._plain_rounds = tokens, 0
 
     def warm_up(self, state: DecodeState) -> None:
         """Runs every branch once from prefilled slots, since the first run of one is slow."""
@@ -207,9 +207,10 @@ class Lane:
         )  # fmt: skip
 
     def _run(self) -> RoundOutput:
-        if self._round is None or (
-            self._is_bypassed and self._is_bypassed(self._state, self._tables)
-        ):
+        if self._bypassed and self._plain_rounds == 0:
+            self._plain_rounds = int(self._bypassed(self._state, self._tables))
+        if self._round is None or self._plain_rounds > 0:
+            self._plain_rounds = max(self._plain_rounds - 1, 0)
             self._state, output = self._plain(self._params, self._state)
         else:
             self._state, output = self._round(self._params, self._state, self._tables)

@@ -430,6 +430,34 @@ def test_rounds_without_drafts_keep_the_draft_context(pair: tuple) -> None:
         np.testing.assert_allclose(kept[:, :, :made], drafted[:, :, :made], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("plain_width", [1, 2])
+def test_rounds_are_plain_as_long_as_asking_anew_would_say_so(
+    pair: tuple, monkeypatch: pytest.MonkeyPatch, plain_width: int
+) -> None:
+    engine, asked, rounds = _planning(pair, "presampled"), [], []
+    programs, start = dict(engine.programs.bypassed), engine._start_round
+    for width, program in programs.items():
+        engine.steps_per_s[width][0] = 1e9 if width == plain_width else 0.0
+
+        def ask(*args, program=program):
+            asked.append(program)
+            return program(*args)
+
+        monkeypatch.setitem(engine.programs.bypassed, width, ask)
+
+    def watched():
+        tables = {width: engine.tables(engine.steps_per_s[width]) for width in programs}
+        anew = {w: int(program(engine._state, tables[w])) for w, program in programs.items()}
+        flight = start()
+        rounds.append((anew[len(flight.output.emit_len)] > 0, bool(flight.output.bypassed)))
+        return flight
+
+    monkeypatch.setattr(engine, "_start_round", watched)
+    engine.run(_requests(6))
+    assert all(anew == bypassed for anew, bypassed in rounds)
+    assert 0 < sum(bypassed for _, bypassed in rounds) and len(asked) < len(rounds)
+
+
 def _context(engine: Engine) -> KVCache:
     return engine._state.context_kv
 

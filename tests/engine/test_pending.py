@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 
-from dspark_jax.decode import decode_round, is_bypassed, plain_step, prefill
+from dspark_jax.decode import decode_round, plain_step, prefill, rounds_to_bypass
 from dspark_jax.pending import PENDING_ROWS
 from dspark_jax.schedule import ScheduleConfig
 from dspark_jax.state import Decoder, DecodeState, admit, init_state, release
@@ -42,7 +42,7 @@ class _Slots:
         self._empty = functools.partial(init_state, decoder, SLOTS, CAPACITY, np.float32)
         self._fill = jax.jit(functools.partial(prefill, decoder))
         static = dict(rows=SLOTS, buckets=(SLOTS * (BLOCK + 1),))
-        self._bypassed = jax.jit(functools.partial(is_bypassed, decoder, **static))
+        self._bypassed = jax.jit(functools.partial(rounds_to_bypass, decoder, **static))
         self._round = jax.jit(functools.partial(decode_round, decoder, **static))
         self._plain = jax.jit(functools.partial(plain_step, decoder, rows=SLOTS))
         self.state, self.texts = self._empty(), [[], []]

@@ -14,6 +14,7 @@ from dspark_jax.history import (
     RECHECK_AFTER,
     RECHECK_AT_MOST,
     History,
+    bypassed_rounds,
     bypasses,
     forget,
     init_history,
@@ -169,6 +170,23 @@ def test_rechecks_that_change_nothing_become_rare_until_drafts_pay_again():
     assert waits == [min(wait, RECHECK_AT_MOST - 1) for wait in doubling]
     history = step(step(history))  # the round after a recheck drafts as well
     assert int(history.recheck_after) == RECHECK_AFTER and int(history.idle_rounds) == 0
+
+
+@pytest.mark.parametrize("probe_every", [0, 50])
+def test_rounds_without_drafts_are_known_ahead(probe_every: int):
+    config = ScheduleConfig(min_predicted_gain=0.0, probe_every=probe_every)
+    history, poor = init_history(config, SLOTS, K), evidence(0.0, 2.0)
+    ask = jax.jit(lambda h: (bypassed_rounds(h, poor, config), bypasses(h, poor, config)))
+    drafting, resting, ahead, said = jax.jit(step), jax.jit(idle), [], []
+    for _ in range(3 * RECHECK_AFTER):
+        rounds, bypassed = ask(history)
+        ahead, said = [*ahead, int(rounds)], [*said, bool(bypassed)]
+        history = (resting if bypassed else drafting)(history)
+    for i, rounds in enumerate(ahead):
+        then = said[i : i + rounds + 1]
+        assert all(then[:rounds]) and not any(then[rounds:])
+    assert said.count(False) == (1 if probe_every == 0 else len(said) // probe_every)
+    assert int(bypassed_rounds(init_history(config, 2, K), evidence(1.0, 0.1), config)) == 0
 
 
 def test_probes_come_round():
