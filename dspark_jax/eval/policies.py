@@ -1,8 +1,9 @@
 """Scheduling policies side by side: the same prompts, a steady load, one process, in turns.
 
 In every heat, each contender starts from a copy of the same prefilled slots and decodes until so
-many tokens have come out. Turns are short, so that a slow spell of the machine hits all of them.
-End marks are ignored: a request that ended early would change the load.
+many tokens have come out. Turns are short, so that a slow spell of the machine hits all of them,
+and their order is drawn anew every time. End marks are ignored: a request that ended early would
+change the load.
 """
 
 import dataclasses
@@ -261,6 +262,7 @@ def race(
     state = prefilled(heats[0])
     for lane in lanes:
         lane.warm_up(state)
+    draw = np.random.default_rng(0)
     for i, heat in enumerate(heats):
         progress(
             f"{rows} requests, heat {i + 1}/{len(heats)}: {len(lanes)} contenders, {tokens} "
@@ -270,7 +272,7 @@ def race(
         for lane in lanes:
             lane.begin(state, tokens * rows)
         while any(lane.left > 0 for lane in lanes):
-            for lane in lanes:
+            for lane in draw.permutation(lanes):  # what ran before says how warm the caches are
                 lane.turn()
     return [lane.outcome() for lane in lanes]
 
