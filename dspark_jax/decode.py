@@ -90,8 +90,6 @@ def plain_step(
     """
     view = SlotView.of(state, rows)
     bypassing = state.pending is not None
-    if bypassing:
-        state = _settled(decoder, params, state, view, needed=False)
     count = view.active.astype(jnp.int32)
     with jax.named_scope("target.verify"):
         out = decoder.target.forward(
@@ -112,7 +110,9 @@ def plain_step(
             state = state.replace(
                 pending=keep_row(state.pending, out.context_features[:, 0], view.active),
                 history=remember_idle(state.history, active=view.active),
-            )
+            )  # settled afterwards: the other way round, XLA copies the pending rows
+            end = view.anchor_pos + count
+            state = _settled(decoder, params, state, view.active, end, needed=False)
         state = commit(state, view, AcceptResult(accept_len=zeros, bonus_token=token))
     nothing = jnp.ones((rows, 0))
     return state, RoundOutput(
@@ -175,7 +175,7 @@ def decode_round(
         raise ValueError("the state was made by init_state for a decoder of another schedule.")
     view = SlotView.of(state, rows)
     if state.pending is not None:
-        state = _settled(decoder, params, state, view, needed=True)
+        state = _settled(decoder, params, state, view.active, view.anchor_pos, needed=True)
     block = propose(
         decoder.draft, params.draft, params.shared, state.context_kv,
         anchor=view.anchor, anchor_pos=view.anchor_pos, round_index=view.round_index,
@@ -216,13 +216,31 @@ def decode_round(
 
 
 def _settled(
-    decoder: Decoder, params: PairParams, state: DecodeState, view: SlotView, *, needed: bool
+    decoder: Decoder,
+    params: PairParams,
+    state: DecodeState,
+    active: jax.Array,
+    end: jax.Array,
+    *,
+    needed: bool,
 ) -> DecodeState:
-    """The state without pending rows, if the draft's context is needed or they are too many."""
+    """The state without pending rows, if the draft's context is needed or there is no more room.
+
+    Args:
+      decoder: the models.
+      params: parameters.
+      state: with pending rows.
+      active: bool[R].
+      end: i32[R], position after the last pending row.
+      needed: by a block that is about to be drafted.
+
+    Returns:
+      The state.
+    """
     pending, context_kv = settle(
         state.pending, state.context_kv,
         functools.partial(decoder.draft.context_kv, params.draft),
-        needed=needed, active=view.active, end=view.anchor_pos,
+        needed=needed, active=active, end=end,
     )  # fmt: skip
     return state.replace(pending=pending, context_kv=context_kv)
 
