@@ -222,7 +222,7 @@ class Engine:
         highest = max(self._place(slot)[1] for slot in self._running)
         rows = next(w for w in self.programs.widths if w > highest)
         steps = self.steps_per_s[rows]
-        if self._is_plain(rows, steps):
+        if self._starts_plain(rows, steps):
             self._state, output = self.programs.plain[rows](self.params, self._state)
             return _Flight(dict(self._running), output)
         bucket = self._plan(rows, steps) if self._planner is not None else 0
@@ -230,8 +230,8 @@ class Engine:
         self._state, output = program(self.params, self._state, self.tables(steps))
         return _Flight(dict(self._running), output)
 
-    def _is_plain(self, rows: int, steps_per_s: np.ndarray) -> bool:
-        """Does the next round draft nothing? Where one group drafts, all do."""
+    def _starts_plain(self, rows: int, steps_per_s: np.ndarray) -> bool:
+        """Is the round that starts now a plain step? Where one group of slots drafts, all do."""
         if self.decoder.draft is None:
             return True
         if not self.programs.bypassed:
