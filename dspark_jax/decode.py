@@ -108,7 +108,10 @@ def plain_step(
         state = state.replace(target_kv=target_kv)
         if bypassing:
             state = state.replace(
-                pending=keep_row(state.pending, out.context_features[:, 0], view.active),
+                pending=keep_row(
+                    state.pending, out.context_features[:, 0],
+                    position=view.anchor_pos, kept=view.active,
+                ),  # fmt: skip
                 history=remember_idle(state.history, active=view.active),
             )  # settled afterwards: the other way round, XLA copies the pending rows
             end = view.anchor_pos + count

@@ -78,9 +78,10 @@ def init_state(decoder: Decoder, slots: int, capacity: int, dtype: jnp.dtype) ->
       A state with no active slot.
     """
     draft = decoder.draft
-
-    bypassing = draft is not None and decoder.schedule.min_predicted_gain is not None
-    width = len(decoder.target.tap_layer_ids) * decoder.target.config.hidden_size
+    pending = None
+    if draft is not None and decoder.schedule.min_predicted_gain is not None:
+        width = len(decoder.target.tap_layer_ids) * decoder.target.config.hidden_size
+        pending = init_pending(slots, width, dtype, draft.config.sliding_window)
 
     def ints() -> jax.Array:  # a buffer each: donating one array twice is an error
         return jnp.zeros(slots, jnp.int32)
@@ -101,7 +102,7 @@ def init_state(decoder: Decoder, slots: int, capacity: int, dtype: jnp.dtype) ->
             seed=jnp.zeros(slots, jnp.uint32),
         ),
         history=init_history(decoder.schedule, slots, decoder.num_drafts) if draft else None,
-        pending=init_pending(slots, width, dtype) if bypassing else None,
+        pending=pending,
     )  # fmt: skip
 
 

@@ -23,7 +23,6 @@ LEVELS = (
         "layouts",
         "chips",
         "host_memory",
-        "when",
     ),
     (
         "layers",

@@ -1,9 +1,9 @@
 """Throughput of every scheduling policy against plain decoding and every fixed draft length.
 
 All contenders decode the same prompts from the same prefilled slots, in turns, in one process, at
-each batch size. One prompt of a small batch may be lucky for some: --num-prompts decodes more, one
-batch after another. Speeds come from a table of tools/profile_sps.py for this machine,
-temperatures of the confidences from tools/calibrate.py.
+each batch size. --num-prompts decodes several batches one after another; how these differ gives the
+standard errors. Speeds come from a table of tools/profile_sps.py for this machine, temperatures of
+the confidences from tools/calibrate.py.
 
     python tools/profile_sps.py --slots 16 --out sps.json
     python tools/compare_policies.py --prompts FILE.jsonl --sps-table sps.json --batch 1 4 16
@@ -14,15 +14,13 @@ import dataclasses
 import json
 from pathlib import Path
 
-import numpy as np
-
 from dspark_jax.calibrate import Calibration, load_calibration
 from dspark_jax.checkpoint.demo import DEMO_TARGET
 from dspark_jax.cli import add_sampling_options, run_main, say
 from dspark_jax.engine.load import DTYPES, load_pair
 from dspark_jax.engine.profile import sps_key
 from dspark_jax.eval.compare import Comparison, chat_requests, read_prompts
-from dspark_jax.eval.policies import Outcome, chosen, contenders, race
+from dspark_jax.eval.policies import Outcome, chosen, contenders, race, speed_ratio
 from dspark_jax.eval.timing import machine
 from dspark_jax.sps import load_sps_table
 
@@ -63,21 +61,27 @@ def parser() -> argparse.ArgumentParser:
 
 def table(rows: int, outcomes: list[Outcome]) -> str:
     """One batch size for people."""
-    speed = {o.name: o.tokens_per_s for o in outcomes}
-    better = max((speed[k] for k in ("none", "full") if k in speed), default=np.nan)
-    fixed = [v for k, v in speed.items() if k == "full" or k.startswith("fixed")]
-    best_fixed = max(fixed, default=np.nan)
+    fixed = [o for o in outcomes if o.name == "full" or o.name.startswith("fixed")]
+    unscheduled = [o for o in outcomes if o.name in ("none", "full")]
     lines = [
-        f"{rows} requests  tokens/s  of better(none, full)  of best fixed  tau  rows/request  "
+        f"{rows} requests  tokens/s  of better(none, full)    of best fixed  tau  rows/request  "
         "rounds without drafts"
     ]
     for o in outcomes:
         lines.append(
-            f"  {o.name:11s} {o.tokens_per_s:8.1f} {o.tokens_per_s / better:12.3f} "
-            f"{o.tokens_per_s / best_fixed:20.3f} {o.tokens / o.rounds / rows:11.2f} "
-            f"{o.rows / o.rounds / rows:8.2f} {o.bypassed / o.rounds:12.1%}"
+            f"  {o.name:11s} {o.tokens_per_s:8.1f} {share(o, unscheduled):>23s} "
+            f"{share(o, fixed):>16s} {o.tokens / o.rounds / rows:4.2f} "
+            f"{o.rows / o.rounds / rows:13.2f} {o.bypassed / o.rounds:22.1%}"
         )
     return "\n".join(lines)
+
+
+def share(outcome: Outcome, others: list[Outcome]) -> str:
+    """Speed in units of the fastest of the others, and its standard error over heats."""
+    if not others:
+        return "-"
+    ratio, error = speed_ratio(outcome, max(others, key=lambda o: o.tokens_per_s))
+    return f"{ratio:.3f} +- {error:.3f}"
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ class DraftShape(Protocol):
     """What decoding reads in a draft's config."""
 
     target_layer_ids: tuple[int, ...]  # tapped layers of the target, by their output
+    sliding_window: int | None  # context rows a block sees; None sees all
 
     @property
     def num_drafts(self) -> int:

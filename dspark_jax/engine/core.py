@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dspark_jax.engine.bypass import Bypass
 from dspark_jax.engine.counters import Counters
 from dspark_jax.engine.planner import RowPlanner
 from dspark_jax.engine.programs import Programs, sampling_of
@@ -90,7 +91,7 @@ class Engine:
         self.sts_temperatures_presampled = np.ones(decoder.num_drafts, np.float32)
         self.neutral_confidence = np.ones(decoder.num_drafts, np.float32)
         self.on_round: Callable[[Sequence, RoundOutput, int], None] | None = None
-        self._plain_rounds = 0  # that come without asking whether drafts pay
+        self._bypass = Bypass()
         self._planner = None
         if self.programs.planned:
             self._planner = RowPlanner(decoder.schedule, slots, decoder.num_drafts)
@@ -236,13 +237,12 @@ class Engine:
             return True
         if not self.programs.bypassed:
             return False
-        if self._plain_rounds == 0:
-            bypassed = self.programs.bypassed[rows](self._state, self.tables(steps_per_s))
-            self._plain_rounds = int(np.min(jax.device_get(bypassed)))
-            if self._plain_rounds == 0:
-                return False
-        self._plain_rounds -= 1
-        return True
+
+        def rounds_to_bypass() -> int:
+            rounds = self.programs.bypassed[rows](self._state, self.tables(steps_per_s))
+            return int(np.min(jax.device_get(rounds)))
+
+        return self._bypass.begins(rounds_to_bypass)
 
     def _plan(self, rows: int, steps_per_s: np.ndarray) -> int:
         """Rows of every group in the next round: as the group needs that wants most."""
@@ -292,7 +292,7 @@ class Engine:
         )  # fmt: skip
         self.counters.prompt_tokens += len(request.prompt_ids)
         self._running[slot] = sequence
-        self._plain_rounds = 0
+        self._bypass.forget()
         if self._planner is not None:
             self._planner.admit(slot)
 
@@ -325,6 +325,6 @@ class Engine:
 
     def _free(self, slot: int) -> None:
         sequence = self._running.pop(slot)
-        self._plain_rounds = 0
+        self._bypass.forget()
         if sequence.finish_reason is not FinishReason.LENGTH:  # at the limit it goes idle itself
             self._state = self.programs.release(self._state, np.int32(slot))

@@ -3,11 +3,12 @@
 In every heat, each contender starts from a copy of the same prefilled slots and decodes until so
 many tokens have come out. Turns are short, so that a slow spell of the machine hits all of them,
 and their order is drawn anew every time. End marks are ignored: a request that ended early would
-change the load.
+change the load. How far to trust a comparison, the heats say: see `speed_ratio`.
 """
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -17,6 +18,7 @@ import numpy as np
 
 from dspark_jax.calibrate import Calibration
 from dspark_jax.decode import decode_round, plain_step, prefill, rounds_to_bypass
+from dspark_jax.engine.bypass import Bypass
 from dspark_jax.engine.load import Pair
 from dspark_jax.engine.programs import (
     sampling_of,
@@ -29,7 +31,7 @@ from dspark_jax.sps import SpsTable
 from dspark_jax.state import DecodeState, admit, init_state
 from dspark_jax.types import RoundOutput, ScheduleTables
 
-TURN = 4  # rounds of a contender before the next one's turn
+TURN = 0.1  # seconds after which no further round begins before the next one's turn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,24 +55,53 @@ class Outcome:
 
     Attributes:
       name: of the contender.
-      tokens: emitted by all requests together.
+      heat_tokens: emitted by all requests together, by heat.
+      heat_seconds: of the rounds of each heat, host included.
       rounds: run.
-      seconds: of those rounds, host included.
       rows: flat rows that the target computed.
       bypassed: rounds without drafts.
     """
 
     name: str
-    tokens: int
+    heat_tokens: tuple[int, ...]
+    heat_seconds: tuple[float, ...]
     rounds: int
-    seconds: float
     rows: int
     bypassed: int
 
     @property
+    def tokens(self) -> int:
+        """Of all heats."""
+        return sum(self.heat_tokens)
+
+    @property
     def tokens_per_s(self) -> float:
         """Of all requests together."""
-        return self.tokens / self.seconds
+        return self.tokens / sum(self.heat_seconds)
+
+
+def speed_ratio(outcome: Outcome, reference: Outcome) -> tuple[float, float]:
+    """How fast one contender was in units of another's speed.
+
+    Args:
+      outcome: of a race.
+      reference: of the same race.
+
+    Returns:
+      The ratio of tokens/s over all heats, and its standard error by the jackknife, which leaves
+      out one heat at a time: prompts and machine together. NaN for a single heat.
+    """
+    ratio = outcome.tokens_per_s / reference.tokens_per_s
+    heats = len(outcome.heat_tokens)
+    if heats == 1:
+        return ratio, math.nan
+
+    def without_each(o: Outcome) -> np.ndarray:
+        tokens, seconds = np.array(o.heat_tokens), np.array(o.heat_seconds)
+        return (tokens.sum() - tokens) / (seconds.sum() - seconds)
+
+    ratios = without_each(outcome) / without_each(reference)
+    return ratio, math.sqrt((heats - 1) * ratios.var())
 
 
 def contenders(num_drafts: int, *, threshold: float, min_predicted_gain: float) -> list[Contender]:
@@ -146,9 +177,10 @@ class Lane:
         decoder = pair.decoder(
             contender.schedule or ScheduleConfig(), contender.rejection_sample_method
         )
-        self._empty = functools.partial(init_state, decoder, rows, capacity, pair.dtype)
-        params, begin = shapes_of(pair.params), jax.eval_shape(self._empty)
-        self._plain = self._round = self._bypassed = None
+        empty = functools.partial(init_state, decoder, rows, capacity, pair.dtype)
+        self._nothing_learnt = jax.jit(lambda: (empty().history, empty().pending))
+        params, begin = shapes_of(pair.params), jax.eval_shape(empty)
+        self._plain = self._round = self._asked = None
         if contender.schedule is None or begin.pending is not None:
             step = functools.partial(plain_step, decoder, rows=rows)
             self._plain = jax.jit(step, donate_argnums=1).lower(params, begin).compile()
@@ -159,59 +191,66 @@ class Lane:
             self._round = jax.jit(step, donate_argnums=1).lower(params, begin, speeds).compile()
             if begin.pending is not None:
                 asks = functools.partial(rounds_to_bypass, decoder, **static)
-                self._bypassed = jax.jit(asks).lower(begin, speeds).compile()
+                self._asked = jax.jit(asks).lower(begin, speeds).compile()
         self._params, self._tables, self._num_drafts = pair.params, tables, decoder.num_drafts
-        self._state, self.left, self._plain_rounds = None, 0, 0
-        self.tokens = self.rounds = self.rows = self.bypassed = 0
-        self.seconds = 0.0
+        self._state, self.left, self._bypass = None, 0, Bypass()
+        self.rounds = self.rows = self.bypassed = 0
+        self.heat_tokens, self.heat_seconds = [], []
 
     def begin(self, state: DecodeState, tokens: int) -> None:
-        """Starts from a copy of these prefilled slots; `tokens` are to come out of them."""
-        self._state = None  # its memory is the copy's
-        empty = self._empty()
-        copied = jax.tree.map(jnp.copy, state.replace(history=None, pending=None))
-        self._state = copied.replace(history=empty.history, pending=empty.pending)
-        self.left, self._plain_rounds = tokens, 0
+        """Starts a heat from these prefilled slots; `tokens` are to come out of them."""
+        self._load(state)
+        self.left = tokens
+        self.heat_tokens.append(0)
+        self.heat_seconds.append(0.0)
 
     def warm_up(self, state: DecodeState) -> None:
         """Runs every branch once from prefilled slots, since the first run of one is slow."""
         tables = self._tables.replace(steps_per_s=np.ones_like(self._tables.steps_per_s))
         for wanted in range(self._num_drafts + 1) if self._round else ():
-            self.begin(state.replace(remaining=jnp.full_like(state.remaining, wanted + 1)), 0)
+            self._load(state.replace(remaining=jnp.full_like(state.remaining, wanted + 1)))
             self._round(self._params, self._state, tables)
         if self._plain:
-            self.begin(state, 0)
+            self._load(state)
             self._plain(self._params, self._state)
-        self.begin(state, 0)
+        self._load(state)
         self._run()
         self._state = None
 
     def turn(self) -> None:
         """Some rounds, as long as there are tokens to come."""
-        begin = time.perf_counter()
-        for _ in range(TURN):
-            if self.left > 0:
-                output = self._run()
-                emitted = int(output.emit_len.sum())
-                self.tokens += emitted
-                self.left -= emitted
-                self.rounds += 1
-                self.rows += int(output.verify_rows)
-                self.bypassed += int(output.bypassed)
-        self.seconds += time.perf_counter() - begin
+        begin, passed = time.perf_counter(), 0.0
+        while self.left > 0 and passed < TURN:
+            output = self._run()
+            emitted = int(output.emit_len.sum())
+            self.heat_tokens[-1] += emitted
+            self.left -= emitted
+            self.rounds += 1
+            self.rows += int(output.verify_rows)
+            self.bypassed += int(output.bypassed)
+            passed = time.perf_counter() - begin
+        self.heat_seconds[-1] += passed
 
     def outcome(self) -> Outcome:
         """What it did so far."""
         return Outcome(
-            name=self.contender.name, tokens=self.tokens, rounds=self.rounds, rows=self.rows,
-            seconds=self.seconds, bypassed=self.bypassed,
+            name=self.contender.name, heat_tokens=tuple(self.heat_tokens),
+            heat_seconds=tuple(self.heat_seconds), rounds=self.rounds, rows=self.rows,
+            bypassed=self.bypassed,
         )  # fmt: skip
 
+    def _load(self, state: DecodeState) -> None:
+        self._state = None  # its memory is the copy's
+        copied = jax.tree.map(jnp.copy, state.replace(history=None, pending=None))
+        history, pending = self._nothing_learnt()
+        self._state = copied.replace(history=history, pending=pending)
+        self._bypass.forget()
+
     def _run(self) -> RoundOutput:
-        if self._bypassed and self._plain_rounds == 0:
-            self._plain_rounds = int(self._bypassed(self._state, self._tables))
-        if self._round is None or self._plain_rounds > 0:
-            self._plain_rounds = max(self._plain_rounds - 1, 0)
+        plain = self._round is None
+        if self._asked:
+            plain = self._bypass.begins(lambda: int(self._asked(self._state, self._tables)))
+        if plain:
             self._state, output = self._plain(self._params, self._state)
         else:
             self._state, output = self._round(self._params, self._state, self._tables)

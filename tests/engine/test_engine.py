@@ -13,7 +13,7 @@ from dspark_jax.engine.core import Engine
 from dspark_jax.engine.profile import measure_steps_per_s
 from dspark_jax.engine.requests import FinishReason, Request, RequestError, Sequence
 from dspark_jax.kv_cache import KVCache
-from dspark_jax.pending import PENDING_ROWS
+from dspark_jax.pending import ROWS_AT_ONCE
 from dspark_jax.schedule import ScheduleConfig
 from dspark_jax.state import Decoder
 from dspark_jax.target.llama import LlamaTarget, split_layers
@@ -424,7 +424,7 @@ def test_rounds_without_drafts_keep_the_draft_context(pair: tuple) -> None:
         pending.append(int(engine._state.pending.count[0]))
         contexts.append([np.asarray(x[:, 0, :, :rows]) for x in jax.tree.leaves(_context(engine))])
         assert (engine.counters.num_bypassed > 15) == (undrafted > 1)
-    assert tokens[0] == tokens[1] and 0 <= pending[0] <= PENDING_ROWS and pending[1] == 0
+    assert tokens[0] == tokens[1] and 0 <= pending[0] <= ROWS_AT_ONCE and pending[1] == 0
     for kept, drafted in zip(*contexts, strict=True):  # but for what no block has asked for yet
         made = rows - pending[0]
         np.testing.assert_allclose(kept[:, :, :made], drafted[:, :, :made], rtol=1e-4, atol=1e-4)

@@ -1,12 +1,15 @@
 """After rounds without drafts the draft's context is what it would be with drafts all along."""
 
+import dataclasses
 import functools
 
 import jax
 import numpy as np
+import pytest
 
 from dspark_jax.decode import decode_round, plain_step, prefill, rounds_to_bypass
-from dspark_jax.pending import PENDING_ROWS
+from dspark_jax.draft.dense import DenseDraft
+from dspark_jax.pending import ROWS_AT_ONCE, WIDEST_WINDOW
 from dspark_jax.schedule import ScheduleConfig
 from dspark_jax.state import Decoder, DecodeState, admit, init_state, release
 from dspark_jax.target.llama import split_layers
@@ -30,8 +33,9 @@ def _tables(undrafted: float) -> ScheduleTables:
 class _Slots:
     """Two slots and what has been said in them."""
 
-    def __init__(self):
+    def __init__(self, window: int | None = None):
         target, draft = _models()
+        draft = DenseDraft(config=dataclasses.replace(draft.config, sliding_window=window))
         params = split_layers(target.init(jax.random.key(1)))
         self.params = PairParams(
             target=params, draft=draft.init(jax.random.key(2)), shared=target.shared_head(params)
@@ -69,6 +73,7 @@ class _Slots:
         self.state = self.state.replace(history=history)
         for _ in range(rounds):
             tables = _tables(undrafted)
+            self.anchors = [len(text) - 1 for text in self.texts]
             if self._bypassed(self.state, tables):
                 self.state, output = self._plain(self.params, self.state)
             else:
@@ -78,19 +83,22 @@ class _Slots:
             bypassed.append(bool(output.bypassed))
         return bypassed
 
-    def check(self) -> None:
-        """The draft's context against that of the same texts as prompts."""
+    def check(self, window: int = CAPACITY) -> None:
+        """The draft's context against that of the same texts as prompts.
+
+        As far as the last round saw it, whose block drafted at `self.anchors`.
+        """
         expected = self._empty()
         for slot, text in enumerate(self.texts):
             expected = self.fill(expected, slot, text)
         for slot, text in enumerate(self.texts):
-            rows = len(text) - 1
+            first, end = max(self.anchors[slot] - window, 0), len(text) - 1
             for got, want in zip(
                 jax.tree.leaves(self.state.context_kv), jax.tree.leaves(expected.context_kv),
                 strict=True,
             ):  # fmt: skip
                 np.testing.assert_allclose(
-                    got[:, slot, :, :rows], want[:, slot, :, :rows], atol=2e-6
+                    got[:, slot, :, first:end], want[:, slot, :, first:end], atol=2e-6
                 )
 
 
@@ -104,7 +112,7 @@ def test_context_is_whole_whenever_a_block_is_drafted():
     assert all(slots.run(7, undrafted=1e9))
     assert slots.state.pending.count.tolist() == [7, 7]
     slots.admit(1, rng.integers(1, VOCAB, 3).tolist())  # what was pending of its slot is forgotten
-    assert all(slots.run(PENDING_ROWS - 4, undrafted=1e9))
+    assert all(slots.run(ROWS_AT_ONCE - 4, undrafted=1e9))
     assert not any(slots.run(1, undrafted=0.0))
     assert slots.state.pending.count.tolist() == [0, 0]
     slots.check()
@@ -114,7 +122,34 @@ def test_a_full_buffer_is_settled_without_drafting():
     slots = _Slots()
     slots.admit(0, [1, 2, 3])
     slots.admit(1, [4, 5, 6, 7])
-    assert all(slots.run(2 * PENDING_ROWS + 3, undrafted=1e9))
-    assert 0 < slots.state.pending.count[0] <= PENDING_ROWS
+    assert all(slots.run(2 * ROWS_AT_ONCE + 3, undrafted=1e9))
+    assert 0 < slots.state.pending.count[0] <= ROWS_AT_ONCE
+    slots.run(1, undrafted=0.0)
+    slots.check()
+
+
+@pytest.mark.parametrize("window", [5, 20])  # less than is made at once, and not a multiple of it
+def test_no_context_is_made_of_what_has_left_the_window(window):
+    slots = _Slots(window)
+    slots.admit(0, [1, 2, 3])
+    slots.admit(1, [4, 5, 6, 7])
+    assert all(slots.run(window + 8, undrafted=1e9))
+    assert slots.state.pending.count.tolist() == [window, window]
+    slots.admit(1, [8, 9])
+    assert all(slots.run(3, undrafted=1e9))
+    assert slots.state.pending.count.tolist() == [window, 3]
+    assert not np.asarray(slots.state.context_kv.k[:, 0, :, 2:]).any()  # the prompt's rows are all
+    assert not any(slots.run(1, undrafted=0.0))
+    assert slots.state.pending.count.tolist() == [0, 0]
+    slots.check(window)
+    assert not np.asarray(slots.state.context_kv.k[:, 0, :, 2 : slots.anchors[0] - window]).any()
+
+
+def test_a_wide_window_is_settled_like_none():
+    slots = _Slots(WIDEST_WINDOW + 1)
+    assert slots.state.pending.depth == ROWS_AT_ONCE
+    slots.admit(0, [1, 2, 3])
+    slots.admit(1, [4, 5, 6, 7])
+    assert all(slots.run(ROWS_AT_ONCE + 3, undrafted=1e9))
     slots.run(1, undrafted=0.0)
     slots.check()

@@ -1,13 +1,15 @@
 """Policies side by side at a steady load."""
 
 import dataclasses
+import math
 
+import numpy as np
 import pytest
 
 from dspark_jax.calibrate import Calibration
 from dspark_jax.engine.load import Pair, load_pair
 from dspark_jax.engine.requests import Request
-from dspark_jax.eval.policies import Outcome, chosen, contenders, race
+from dspark_jax.eval.policies import Outcome, chosen, contenders, race, speed_ratio
 from dspark_jax.sps import Curve, SpsKey, SpsTable
 from tests.models import write_draft, write_target
 
@@ -38,7 +40,9 @@ def run(pair: Pair, names: tuple[str, ...], *, undrafted_seconds: float) -> dict
         calibration=Calibration(temperatures=(1.0,) * DRAFTS),
     )  # fmt: skip
     assert tuple(o.name for o in outcomes) == names
-    assert all(o.tokens >= 2 * TOKENS * ROWS and o.seconds > 0 for o in outcomes)
+    for o in outcomes:
+        assert len(o.heat_tokens) == 2 and min(o.heat_tokens) >= TOKENS * ROWS
+        assert len(o.heat_seconds) == 2 and min(o.heat_seconds) > 0
     return {o.name: o for o in outcomes}
 
 
@@ -71,3 +75,30 @@ def test_contenders_are_chosen_by_name():
     assert [c.name for c in chosen(field, ["lagged", "none"])] == ["none", "lagged"]
     with pytest.raises(ValueError, match="'early_stop', 'lagged'"):
         chosen(field, ["none", "late_stop"])
+
+
+def _outcome(tokens: list[int], seconds: list[float]) -> Outcome:
+    return Outcome(
+        name="x", heat_tokens=tuple(tokens), heat_seconds=tuple(seconds), rounds=1, rows=1,
+        bypassed=0,
+    )  # fmt: skip
+
+
+def test_standard_error_of_a_speed_ratio_is_that_of_many_races():
+    rng, heats = np.random.default_rng(0), 8
+    ratios, errors = [], []
+    for _ in range(2000):
+        spell = rng.normal(1.0, 0.2, heats)  # of the machine, the same for both
+        mine, other = (spell + rng.normal(0.0, 0.03, heats) for _ in range(2))
+        ratio, error = speed_ratio(
+            _outcome([90] * heats, mine.tolist()), _outcome([100] * heats, other.tolist())
+        )
+        ratios.append(ratio)
+        errors.append(error)
+    assert np.mean(ratios) == pytest.approx(0.9, abs=2e-3)
+    assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(np.std(ratios), rel=0.1)
+
+
+def test_speed_ratio_of_one_heat_has_no_error():
+    ratio, error = speed_ratio(_outcome([30], [2.0]), _outcome([10], [1.0]))
+    assert ratio == 1.5 and math.isnan(error)
