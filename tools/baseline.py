@@ -27,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python tools/baseline.py", description=__doc__)
     parser.add_argument("--model", default=DEMO_TARGET, metavar="NAME|DIR")
     parser.add_argument("--context", type=int, default=512, metavar="C", help="tokens of context")
-    parser.add_argument("--repeats", type=int, default=40, metavar="N")
+    parser.add_argument("--repeats", type=int, default=200, metavar="N", help="steps to time")
     return parser
 
 

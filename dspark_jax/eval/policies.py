@@ -230,6 +230,8 @@ class Lane:
             self.bypassed += int(output.bypassed)
             passed = time.perf_counter() - begin
         self.heat_seconds[-1] += passed
+        if self.left <= 0:
+            self._state = None  # room for the next heat
 
     def outcome(self) -> Outcome:
         """What it did so far."""
@@ -301,6 +303,7 @@ def race(
     state = prefilled(heats[0])
     for lane in lanes:
         lane.warm_up(state)
+    del state
     draw = np.random.default_rng(0)
     for i, heat in enumerate(heats):
         progress(
@@ -310,8 +313,9 @@ def race(
         state = prefilled(heat)
         for lane in lanes:
             lane.begin(state, tokens * rows)
-        while any(lane.left > 0 for lane in lanes):
-            for lane in draw.permutation(lanes):  # what ran before says how warm the caches are
+        del state
+        while running := [lane for lane in lanes if lane.left > 0]:
+            for lane in draw.permutation(running):  # what ran before says how warm the caches are
                 lane.turn()
     return [lane.outcome() for lane in lanes]
 
