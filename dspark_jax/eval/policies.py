@@ -178,8 +178,13 @@ class Lane:
             contender.schedule or ScheduleConfig(), contender.rejection_sample_method
         )
         empty = functools.partial(init_state, decoder, rows, capacity, pair.dtype)
-        self._nothing_learnt = jax.jit(lambda: (empty().history, empty().pending))
         params, begin = shapes_of(pair.params), jax.eval_shape(empty)
+
+        def restart(own: DecodeState, state: DecodeState) -> DecodeState:
+            """Copies a state to where this contender's lies; nothing is learnt yet."""
+            return state.replace(history=empty().history, pending=empty().pending)
+
+        self._restart = jax.jit(restart, donate_argnums=0, keep_unused=True)
         self._plain = self._round = self._asked = None
         if contender.schedule is None or begin.pending is not None:
             step = functools.partial(plain_step, decoder, rows=rows)
@@ -193,7 +198,7 @@ class Lane:
                 asks = functools.partial(rounds_to_bypass, decoder, **static)
                 self._asked = jax.jit(asks).lower(begin, speeds).compile()
         self._params, self._tables, self._num_drafts = pair.params, tables, decoder.num_drafts
-        self._state, self.left, self._bypass = None, 0, Bypass()
+        self._state, self.left, self._bypass = jax.jit(empty)(), 0, Bypass()
         self.rounds = self.rows = self.bypassed = 0
         self.heat_tokens, self.heat_seconds = [], []
 
@@ -209,13 +214,12 @@ class Lane:
         tables = self._tables.replace(steps_per_s=np.ones_like(self._tables.steps_per_s))
         for wanted in range(self._num_drafts + 1) if self._round else ():
             self._load(state.replace(remaining=jnp.full_like(state.remaining, wanted + 1)))
-            self._round(self._params, self._state, tables)
+            self._state, _ = self._round(self._params, self._state, tables)
         if self._plain:
             self._load(state)
-            self._plain(self._params, self._state)
+            self._state, _ = self._plain(self._params, self._state)
         self._load(state)
         self._run()
-        self._state = None
 
     def turn(self) -> None:
         """Some rounds, as long as there are tokens to come."""
@@ -230,8 +234,6 @@ class Lane:
             self.bypassed += int(output.bypassed)
             passed = time.perf_counter() - begin
         self.heat_seconds[-1] += passed
-        if self.left <= 0:
-            self._state = None  # room for the next heat
 
     def outcome(self) -> Outcome:
         """What it did so far."""
@@ -242,10 +244,7 @@ class Lane:
         )  # fmt: skip
 
     def _load(self, state: DecodeState) -> None:
-        self._state = None  # its memory is the copy's
-        copied = jax.tree.map(jnp.copy, state.replace(history=None, pending=None))
-        history, pending = self._nothing_learnt()
-        self._state = copied.replace(history=history, pending=pending)
+        self._state = self._restart(self._state, state)
         self._bypass.forget()
 
     def _run(self) -> RoundOutput:
@@ -295,25 +294,23 @@ def race(
         steps_per_s=sps.steps_per_s(rows, drafts, longest + tokens // 2),
         **calibration.tables(),
     )
-    prefilled = _prefiller(pair, rows, capacity, longest)
+    prefilled = _prefiller(pair, capacity, longest)
     lanes = []
     for i, contender in enumerate(field):
         progress(f"compiling {i + 1}/{len(field)}: {rows} requests, {contender.name}")
         lanes.append(Lane(contender, pair, rows, capacity, tables))
-    state = prefilled(heats[0])
+    state = prefilled(init_state(pair.decoder(), rows, capacity, pair.dtype), heats[0])
     for lane in lanes:
         lane.warm_up(state)
-    del state
     draw = np.random.default_rng(0)
     for i, heat in enumerate(heats):
         progress(
             f"{rows} requests, heat {i + 1}/{len(heats)}: {len(lanes)} contenders, {tokens} "
             "tokens per request each"
         )
-        state = prefilled(heat)
+        state = prefilled(state, heat)
         for lane in lanes:
             lane.begin(state, tokens * rows)
-        del state
         while running := [lane for lane in lanes if lane.left > 0]:
             for lane in draw.permutation(running):  # what ran before says how warm the caches are
                 lane.turn()
@@ -321,15 +318,17 @@ def race(
 
 
 def _prefiller(
-    pair: Pair, rows: int, capacity: int, width: int
-) -> Callable[[Sequence[Request]], DecodeState]:
-    """Fills slots with prompts of at most `width` tokens, about to decode to their slots' end."""
+    pair: Pair, capacity: int, width: int
+) -> Callable[[DecodeState, Sequence[Request]], DecodeState]:
+    """Fills slots, whose state it takes, with prompts of at most `width` tokens.
+
+    They are about to decode to their slots' end.
+    """
     decoder = pair.decoder()
     fill = jax.jit(functools.partial(prefill, decoder), donate_argnums=1)
     enter = jax.jit(admit, donate_argnums=0)
 
-    def prefilled(requests: Sequence[Request]) -> DecodeState:
-        state = init_state(decoder, rows, capacity, pair.dtype)
+    def prefilled(state: DecodeState, requests: Sequence[Request]) -> DecodeState:
         for slot, request in enumerate(requests):
             ids, count = request.prompt_ids, len(request.prompt_ids) - 1
             tokens = np.zeros(width, np.int32)
