@@ -9,31 +9,9 @@ import numpy as np
 from einops import rearrange
 
 from dspark_jax.config import RopeConfig
-from dspark_jax.sharding import is_split
+from dspark_jax.products import project
 
 KERNEL_INIT = nn.initializers.normal(0.02)
-
-
-def project(x: jax.Array, kernel: jax.Array, *, inner: int = 1) -> jax.Array:
-    """A matrix product over the last axes of x and the first of the kernel, as one 2-D matmul.
-
-    The same as an einsum; but with one row XLA for CPU runs an einsum over split axes at a third
-    of the speed of the flat product.
-
-    Args:
-      x: [.., *contracted].
-      kernel: [*contracted, *out].
-      inner: how many axes are contracted.
-
-    Returns:
-      [.., *out].
-    """
-    if is_split():  # flattened, an axis that is split would have to be gathered
-        return jnp.tensordot(x, kernel, axes=inner)
-    batch, out = x.shape[: x.ndim - inner], kernel.shape[inner:]
-    size = math.prod(kernel.shape[:inner])
-    y = x.reshape(-1, size) @ kernel.reshape(size, -1)
-    return y.reshape(*batch, *out)
 
 
 class RmsNorm(nn.Module):
@@ -195,22 +173,3 @@ def round_to_fp8(x: jax.Array, group: int) -> jax.Array:
     scale = jnp.ldexp(jnp.float32(1), exponent - (mantissa == 0.5))
     codes = jnp.clip(groups / scale, -448, 448).astype(jnp.float8_e4m3fn)
     return (codes.astype(jnp.float32) * scale).reshape(x.shape).astype(x.dtype)
-
-
-def score_vocabulary(hidden: jax.Array, head: jax.Array) -> jax.Array:
-    """LM head: float32 logits from hidden states.
-
-    A single row is a product and a sum, which XLA for CPU runs on all cores at the speed of memory;
-    its matrix-vector product takes twice as long.
-
-    Args:
-      hidden: [.., D].
-      head: [V, D].
-
-    Returns:
-      f32[.., V].
-    """
-    if math.prod(hidden.shape[:-1]) == 1:
-        row = jnp.vecdot(head, hidden.reshape(-1), preferred_element_type=jnp.float32)
-        return row.reshape(*hidden.shape[:-1], -1)
-    return jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32)

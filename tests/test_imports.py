@@ -25,6 +25,7 @@ LEVELS = (
         "host_memory",
     ),
     (
+        "products",
         "layers",
         "rope",
         "attention",

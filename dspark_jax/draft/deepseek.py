@@ -28,9 +28,9 @@ from dspark_jax.layers import (
     rope_angles,
     rotate_tail,
     round_to_fp8,
-    score_vocabulary,
 )
 from dspark_jax.moe import DeepseekMoe
+from dspark_jax.products import score_vocabulary
 from dspark_jax.sharding import spec_here, whole
 from dspark_jax.types import Params, SharedHead
 from pallas_kernels.dispatch import on_tpu, per_shard

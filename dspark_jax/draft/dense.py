@@ -17,15 +17,8 @@ from dspark_jax.config import DraftConfig
 from dspark_jax.draft.confidence import init_confidence
 from dspark_jax.draft.markov import init_markov
 from dspark_jax.kv_cache import KVCache, make_cache
-from dspark_jax.layers import (
-    KERNEL_INIT,
-    GatedMlp,
-    RmsNorm,
-    apply_rope,
-    project,
-    rope_angles,
-    score_vocabulary,
-)
+from dspark_jax.layers import KERNEL_INIT, GatedMlp, RmsNorm, apply_rope, rope_angles
+from dspark_jax.products import project, score_vocabulary
 from dspark_jax.sharding import whole
 from dspark_jax.types import Params, SharedHead
 

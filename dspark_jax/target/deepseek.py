@@ -23,8 +23,9 @@ from dspark_jax.hyper_connections import (
     read_streams,
     write_streams,
 )
-from dspark_jax.layers import RmsNorm, rope_angles, score_vocabulary
+from dspark_jax.layers import RmsNorm, rope_angles
 from dspark_jax.moe import DeepseekMoe
+from dspark_jax.products import score_vocabulary
 from dspark_jax.target.compressed import Compressed, TargetAttention
 from dspark_jax.target.engram import Engram, check_tables
 from dspark_jax.target.hashed_moe import HashedMoe

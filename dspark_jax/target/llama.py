@@ -24,17 +24,10 @@ from dspark_jax.kv_cache import (
     make_paged_cache,
     write_pages,
 )
-from dspark_jax.layers import (
-    KERNEL_INIT,
-    GatedMlp,
-    RmsNorm,
-    apply_rope,
-    project,
-    rope_angles,
-    score_vocabulary,
-)
+from dspark_jax.layers import KERNEL_INIT, GatedMlp, RmsNorm, apply_rope, rope_angles
 from dspark_jax.moe import MoeMlp
 from dspark_jax.paged_attention import attend_pages
+from dspark_jax.products import project, score_vocabulary
 from dspark_jax.sharding import whole
 from dspark_jax.types import Packing, Params, SharedHead, TargetOutput
 
