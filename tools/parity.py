@@ -26,7 +26,7 @@ from dspark_jax.draft.dense import DenseDraft  # noqa: E402
 from dspark_jax.draft.markov import markov_bias  # noqa: E402
 from dspark_jax.draft.propose import propose  # noqa: E402
 from dspark_jax.kv_cache import write_rows  # noqa: E402
-from dspark_jax.layers import score_vocabulary  # noqa: E402
+from dspark_jax.products import score_vocabulary  # noqa: E402
 from dspark_jax.target.llama import LlamaTarget, stack_layers  # noqa: E402
 from dspark_jax.train.blocks import TrainBatch, block_rows, slot_hidden  # noqa: E402
 from dspark_jax.train.forward import train_backbone  # noqa: E402
