@@ -11,9 +11,10 @@ import jax.numpy as jnp
 
 from dspark_jax.sharding import is_split
 
-# Found by timing the demo's products on two cores; see `tools/baseline.py` and CHANGELOG.
+# Found by timing the demo's products on two cores.
+_LARGE = 2**18  # weights; fewer stay in a core's cache, and parts gain nothing
 _INNER_PARTS = 4  # of the contracted axis
-_SINGLE_ROWS = 3  # up to so many rows are multiplied one after another, in parts
+_SINGLE_ROWS = 2  # up to so many rows are multiplied one after another, in parts
 _HEAD_PARTS = 8  # of the vocabulary
 _HEAD_ROWS = 64  # up to so many rows meet the vocabulary in parts
 
@@ -37,7 +38,7 @@ def project(x: jax.Array, kernel: jax.Array, *, inner: int = 1) -> jax.Array:
     batch, out = x.shape[: x.ndim - inner], kernel.shape[inner:]
     size = math.prod(kernel.shape[:inner])
     rows, matrix = x.reshape(-1, size), kernel.reshape(size, -1)
-    if rows.shape[0] <= _SINGLE_ROWS:
+    if rows.shape[0] <= _SINGLE_ROWS and matrix.size >= _LARGE:
         y = jax.lax.platform_dependent(rows, matrix, cpu=_multiply_in_parts, default=jnp.matmul)
     else:
         y = rows @ matrix
@@ -76,7 +77,7 @@ def score_vocabulary(hidden: jax.Array, head: jax.Array) -> jax.Array:
     if rows == 1:
         row = jnp.vecdot(head, hidden.reshape(-1), preferred_element_type=jnp.float32)
         return row.reshape(*batch, -1)
-    if rows > _HEAD_ROWS or is_split():
+    if rows > _HEAD_ROWS or head.size < _LARGE or is_split():
         return _score(hidden, head)
     return jax.lax.platform_dependent(hidden, head, cpu=_score_in_parts, default=_score)
 

@@ -18,7 +18,6 @@ from dspark_jax.engine.profile import (
     measure_table,
     modelled_table,
     prepare_schedule,
-    profiled_points,
     sps_key,
     use_table,
 )
@@ -177,11 +176,6 @@ def test_modelled_table_costs_more_with_more_rows(pair):
     table = modelled_table(pair, [(1, 1), (1, DRAFTS + 1)], 16, CHIPS["v6e"], told.append)
     assert table.source == "modelled" and not table.is_flat
     assert "not measured" in told[-1]
-
-
-def test_profile_covers_every_program_of_an_adaptive_engine():
-    rows = {1: (1, 2, 3, 4, 5), 2: (2, 4, 6, 8, 10)}
-    assert profiled_points(2, 4) == [(r, b) for r, buckets in rows.items() for b in buckets]
 
 
 def test_recorded_rounds_add_up_to_the_text(engine):
