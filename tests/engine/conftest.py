@@ -1,4 +1,4 @@
-"""Engines of these tests compile fewer numbers of verify rows: compiling takes most of the time."""
+"""Engines of these tests compile two numbers of verify rows: compiling takes most of the time."""
 
 from collections.abc import Iterator
 
@@ -7,9 +7,10 @@ import pytest
 from dspark_jax.engine import programs
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def few_row_buckets() -> Iterator[None]:
-    """Policies that vary the verify length get as many row buckets as those that do not."""
+    """A round verifies no drafts or all of them; what is scheduled in between is padded."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(programs, "ADAPTIVE_FRACTIONS", programs.FIXED_FRACTIONS)
+        for name in ("FIXED_FRACTIONS", "ADAPTIVE_FRACTIONS"):
+            patch.setattr(programs, name, (0.0, 1.0))
         yield

@@ -30,7 +30,7 @@ def assert_product(got, x, kernel, dtype):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("rows", [(1,), (1, 1), (2,), (1, 3), (2, 2), (9,)])
+@pytest.mark.parametrize("rows", [(1, 1), (2,), (3,)])
 @pytest.mark.parametrize(("width", "out"), [(520, 520), (518, 520), (517, 520), (8, 5)])
 def test_project_is_the_product(rows, width, out, dtype):
     x, kernel = arrays((*rows, width), (width, 2, out // 2), dtype=dtype)
@@ -47,7 +47,7 @@ def test_project_over_several_axes(rows):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("rows", [(1,), (2,), (2, 5), (64,), (65,)])
+@pytest.mark.parametrize("rows", [(1,), (2, 5), (64,), (65,)])
 @pytest.mark.parametrize("vocabulary", [2640, 2636, 2633, 16])
 def test_logits_are_the_product(rows, vocabulary, dtype):
     hidden, head = arrays((*rows, 100), (vocabulary, 100), dtype=dtype)
