@@ -18,6 +18,7 @@ from dspark_jax.engine.profile import (
     measure_table,
     modelled_table,
     prepare_schedule,
+    profiled_points,
     sps_key,
     use_table,
 )
@@ -30,6 +31,11 @@ from tools.profile_sps import main
 
 SLOTS, CAPACITY, DRAFTS = 1, 40, 2
 PROBING = ScheduleConfig(policy="presampled", probe_every=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_row_buckets() -> None:
+    """Every number of rows is compiled here, as every one is timed."""
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +182,11 @@ def test_modelled_table_costs_more_with_more_rows(pair):
     table = modelled_table(pair, [(1, 1), (1, DRAFTS + 1)], 16, CHIPS["v6e"], told.append)
     assert table.source == "modelled" and not table.is_flat
     assert "not measured" in told[-1]
+
+
+def test_profile_covers_every_program_of_an_adaptive_engine():
+    rows = {1: (1, 2, 3, 4, 5), 2: (2, 4, 6, 8, 10)}
+    assert profiled_points(2, 4) == [(r, b) for r, buckets in rows.items() for b in buckets]
 
 
 def test_recorded_rounds_add_up_to_the_text(engine):
