@@ -87,7 +87,7 @@ def _score(hidden: jax.Array, head: jax.Array) -> jax.Array:
 
 
 def _score_in_parts(hidden: jax.Array, head: jax.Array) -> jax.Array:
-    """`_score`, part after part of the vocabulary."""
+    """`_score` over equal parts of the vocabulary."""
     size, width = head.shape
     split = head.reshape(math.gcd(_HEAD_PARTS, size), -1, width)
     rows = hidden.reshape(-1, width)
