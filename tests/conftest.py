@@ -2,15 +2,21 @@
 
 import os
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 TESTS = Path(__file__).resolve().parent
 
-# Eight devices let sharded programs run on a CPU. Most of the suite's time goes into compiling:
-# level 1 takes a fifth off it and runs as fast, and compiled programs are kept for the next run.
-XLA_FLAGS = ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=1")
+# Eight devices let sharded programs run on a CPU. Most of the suite's time would go into compiling
+# for a CPU: a third of that is left at level 0 and with one LLVM module for many fusions instead of
+# one for each. A level that the caller names is kept. Compiled programs are kept for the next run.
+XLA_FLAGS = (
+    "--xla_force_host_platform_device_count=8",
+    "--xla_backend_optimization_level=0 "
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+)
 
 
 def _prepare_environment() -> None:
@@ -32,6 +38,8 @@ _prepare_environment()
 
 import numpy as np  # noqa: E402  (its BLAS reads the environment while it loads)
 
+from dspark_jax.engine import programs  # noqa: E402
+
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips tests marked `tpu` or `gpu` where JAX runs on something else."""
@@ -47,6 +55,23 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def rng() -> np.random.Generator:
     """A NumPy generator that starts from the same seed in every test."""
     return np.random.default_rng(0)
+
+
+@pytest.fixture(scope="module")
+def few_row_buckets() -> Iterator[None]:
+    """Engines compile rounds of no drafts or of all; what is scheduled in between is padded."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("FIXED_FRACTIONS", "ADAPTIVE_FRACTIONS"):
+            patch.setattr(programs, name, (0.0, 1.0))
+        yield
+
+
+@pytest.fixture(scope="module")
+def one_width() -> Iterator[None]:
+    """Engines compile programs for all their slots, and none for fewer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs, "row_widths", lambda slots: (slots,))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,8 @@ import pytest
 from dspark_jax.cli import run_main
 from tests.models import TinyPair, write_pair
 
+pytestmark = pytest.mark.usefixtures("few_row_buckets")  # compiling takes most of the time
+
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
@@ -37,7 +39,6 @@ def test_generate_gives_the_same_text_with_and_without_a_draft(
 ) -> None:
     texts = []
     paged = ["--kv-cache", "paged", "--policy", "lagged", "--planner", "host"]
-    monkeypatch.setattr("dspark_jax.engine.programs.ADAPTIVE_FRACTIONS", (0.0, 1.0))
     for draft, more in ((pair.draft, []), ("none", []), (pair.draft, paged)):
         argv = ["the quick", "--model", pair.target, "--draft", draft, "--max-new-tokens", 9]
         _run("dspark_jax.generate", [*argv, *more, "--json"], monkeypatch)

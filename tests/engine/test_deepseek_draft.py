@@ -20,6 +20,8 @@ from tests.deepseek_models import TEXT, deepseek_config
 CAPACITY, SLOTS = 60, 2
 EPS = 1e-5
 
+pytestmark = pytest.mark.usefixtures("one_width")
+
 
 @pytest.fixture(scope="module")
 def models() -> tuple[LlamaTarget, DeepseekDraft, PairParams]:

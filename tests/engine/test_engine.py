@@ -9,6 +9,7 @@ import pytest
 
 from dspark_jax.config import DraftConfig, RopeConfig, TargetConfig
 from dspark_jax.draft.dense import DenseDraft
+from dspark_jax.engine import programs
 from dspark_jax.engine.core import Engine
 from dspark_jax.engine.profile import measure_steps_per_s
 from dspark_jax.engine.requests import FinishReason, Request, RequestError, Sequence
@@ -52,13 +53,13 @@ def _scaled(params: dict, factor: float) -> dict:
 @pytest.fixture(scope="module")
 def pair() -> tuple[LlamaTarget, DenseDraft, PairParams]:
     target, draft = _models()
-    params = split_layers(_scaled(target.init(jax.random.key(1)), 8.0))
+    params = split_layers(_scaled(jax.jit(target.init)(jax.random.key(1)), 8.0))
     return (
         target,
         draft,
         PairParams(
             target=params,
-            draft=_scaled(draft.init(jax.random.key(2)), 8.0),
+            draft=_scaled(jax.jit(draft.init)(jax.random.key(2)), 8.0),
             shared=target.shared_head(params),
         ),
     )
@@ -68,13 +69,13 @@ def pair() -> tuple[LlamaTarget, DenseDraft, PairParams]:
 def perfect() -> tuple[LlamaTarget, DenseDraft, PairParams]:
     """A target that looks at the last token only, and a Markov head that knows it by heart."""
     target, draft = _models()
-    params = split_layers(_scaled(target.init(jax.random.key(3)), 20.0))
+    params = split_layers(_scaled(jax.jit(target.init)(jax.random.key(3)), 20.0))
     for layer in params["layers"]:
         layer["o"] = jnp.zeros_like(layer["o"])
         layer["mlp"]["down"] = jnp.zeros_like(layer["mlp"]["down"])
     embedding = params["embedding"]
     scale = jax.lax.rsqrt(jnp.mean(embedding**2, axis=1, keepdims=True) + DIMS["rms_norm_eps"])
-    drafted = draft.init(jax.random.key(4))
+    drafted = jax.jit(draft.init)(jax.random.key(4))
     drafted["norm"]["weight"] = jnp.zeros_like(drafted["norm"]["weight"])
     drafted["markov"] = {"w1": embedding * scale, "w2": params["head"]}
     return (
@@ -88,13 +89,23 @@ _ENGINES: dict[tuple, Engine] = {}  # idle engines are as good as new, and compi
 
 
 def _engine(
-    pair: tuple, *, plain: bool = False, slots: int = SLOTS, fresh: bool = False, **decoder: object
+    pair: tuple,
+    *,
+    plain: bool = False,
+    slots: int = SLOTS,
+    fresh: bool = False,
+    full_width: bool = False,
+    **decoder: object,
 ) -> Engine:
+    """Of `full_width` where rounds for fewer requests than slots would show nothing new."""
     target, draft, params = pair
     made = Decoder(target=target, draft=None if plain else draft, **decoder)
-    key = (id(params), slots, made)
+    key = (id(params), slots, full_width, made)
     if fresh or key not in _ENGINES:
-        _ENGINES[key] = Engine(made, params, slots=slots, capacity=CAPACITY)
+        with pytest.MonkeyPatch.context() as patch:
+            if full_width:
+                patch.setattr(programs, "row_widths", lambda slots: (slots,))
+            _ENGINES[key] = Engine(made, params, slots=slots, capacity=CAPACITY)
     _ENGINES[key].reset_counters()
     return _ENGINES[key]
 
@@ -142,7 +153,7 @@ SCHEDULES = (
 def test_greedy_tokens_equal_plain_decoding(
     pair: tuple, plain_engine: Engine, schedule: ScheduleConfig
 ) -> None:
-    engine = _engine(pair, schedule=schedule)
+    engine = _engine(pair, schedule=schedule, full_width=schedule.policy != "full")
     if schedule.policy == "early_stop":
         measure_steps_per_s(engine)
     requests = _requests(7)
@@ -154,7 +165,9 @@ def test_coupled_text_equals_plain_sampling_with_the_same_seed(
     pair: tuple, plain_engine: Engine, policy: str
 ) -> None:
     schedule = ScheduleConfig(policy=policy)
-    engine = _engine(pair, schedule=schedule, rejection_sample_method="coupled")
+    engine = _engine(
+        pair, schedule=schedule, rejection_sample_method="coupled", full_width=policy != "full"
+    )
     requests = _mixed(_requests(12))
     assert _tokens(engine, requests) == _tokens(plain_engine, requests)
 
@@ -303,7 +316,7 @@ def test_counters_agree_with_the_sequences(pair: tuple) -> None:
 
 
 def test_measured_steps_per_s_form_a_staircase(pair: tuple) -> None:
-    engine = _engine(pair, schedule=ScheduleConfig(policy="early_stop"))
+    engine = _engine(pair, schedule=ScheduleConfig(policy="early_stop"), full_width=True)
     tables = measure_steps_per_s(engine)
     for rows, table in tables.items():
         assert np.all(np.diff(table[rows:]) <= 0)

@@ -45,16 +45,18 @@ def _decoder(*, paged: bool, **fields: object) -> Decoder:
 @pytest.fixture(scope="module")
 def params() -> PairParams:
     decoder = _decoder(paged=False)
-    target = decoder.target.init(jax.random.key(0))
+    target = jax.jit(decoder.target.init)(jax.random.key(0))
     target["head"] *= 10
     shared = decoder.target.shared_head(target)
-    return PairParams(target=target, draft=decoder.draft.init(jax.random.key(1)), shared=shared)
+    drafted = jax.jit(decoder.draft.init)(jax.random.key(1))
+    return PairParams(target=target, draft=drafted, shared=shared)
 
 
 def _split(params: PairParams) -> PairParams:
     return params.replace(target=split_layers(params.target))
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def _admit(state: DecodeState, slot: int, length: int) -> DecodeState:
     sampling = SamplingParams(
         temperature=np.float32(0.8 * (slot > 0)), top_k=np.int32(0), top_p=np.float32(1),
@@ -71,9 +73,14 @@ def _run(decoder: Decoder, params: PairParams) -> list[RoundOutput]:
     tables = jax.tree.map(
         lambda x: jnp.ones(x.shape, x.dtype), schedule_table_shapes(SLOTS, decoder.num_drafts)
     )
-    state = init_state(decoder, SLOTS, CAPACITY, jnp.float32)
-    poisoned = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), state.target_kv)
-    state = state.replace(target_kv=poisoned)
+
+    @jax.jit
+    def start() -> DecodeState:
+        state = init_state(decoder, SLOTS, CAPACITY, jnp.float32)
+        poisoned = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), state.target_kv)
+        return state.replace(target_kv=poisoned)
+
+    state = start()
     fill = jax.jit(functools.partial(prefill, decoder))
     step = jax.jit(functools.partial(decode_round, decoder, rows=SLOTS, buckets=(BUCKET,)))
     plain = jax.jit(functools.partial(plain_step, decoder, rows=SLOTS))

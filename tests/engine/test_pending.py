@@ -36,14 +36,15 @@ class _Slots:
     def __init__(self, window: int | None = None):
         target, draft = _models()
         draft = DenseDraft(config=dataclasses.replace(draft.config, sliding_window=window))
-        params = split_layers(target.init(jax.random.key(1)))
-        self.params = PairParams(
-            target=params, draft=draft.init(jax.random.key(2)), shared=target.shared_head(params)
-        )
+        params = split_layers(jax.jit(target.init)(jax.random.key(1)))
+        drafted = jax.jit(draft.init)(jax.random.key(2))
+        self.params = PairParams(target=params, draft=drafted, shared=target.shared_head(params))
         decoder = Decoder(
             target=target, draft=draft, schedule=ScheduleConfig(min_predicted_gain=0.0)
         )
-        self._empty = functools.partial(init_state, decoder, SLOTS, CAPACITY, np.float32)
+        empty = functools.partial(init_state, decoder, SLOTS, CAPACITY, np.float32)
+        self._empty = jax.jit(empty)
+        self._admit, self._release = jax.jit(admit), jax.jit(release)
         self._fill = jax.jit(functools.partial(prefill, decoder))
         static = dict(rows=SLOTS, buckets=(SLOTS * (BLOCK + 1),))
         self._bypassed = jax.jit(functools.partial(rounds_to_bypass, decoder, **static))
@@ -59,12 +60,12 @@ class _Slots:
         )
 
     def admit(self, slot: int, text: list[int]) -> None:
-        self.state = self.fill(release(self.state, slot), slot, text)
+        self.state = self.fill(self._release(self.state, slot), slot, text)
         greedy = SamplingParams(
             temperature=np.float32(0), top_k=np.int32(0), top_p=np.float32(1),
             min_p=np.float32(0), seed=np.uint32(0),
         )  # fmt: skip
-        self.state = admit(self.state, slot, text[-1], len(text) - 1, 60, greedy)
+        self.state = self._admit(self.state, slot, text[-1], len(text) - 1, 60, greedy)
         self.texts[slot] = list(text)
 
     def run(self, rounds: int, undrafted: float) -> list[bool]:

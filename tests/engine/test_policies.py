@@ -15,6 +15,8 @@ from tests.models import write_draft, write_target
 
 DRAFTS, ROWS, TOKENS = 2, 2, 12
 
+pytestmark = pytest.mark.usefixtures("one_width")
+
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> Pair:

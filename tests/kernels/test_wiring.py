@@ -17,7 +17,7 @@ from dspark_jax.engine.load import random_draft_config
 from dspark_jax.engine.programs import schedule_table_shapes
 from dspark_jax.kv_cache import KVCache, WindowCache
 from dspark_jax.sampling import warp
-from dspark_jax.state import Decoder, admit, init_state
+from dspark_jax.state import Decoder, DecodeState, admit, init_state
 from dspark_jax.target.llama import LlamaTarget
 from dspark_jax.types import (
     AcceptResult,
@@ -199,19 +199,23 @@ def test_rounds_emit_the_same_tokens(method, take_kernels):
         target=LlamaTarget(config=config, tap_layer_ids=draft_config.target_layer_ids),
         draft=dense.DenseDraft(config=draft_config), rejection_sample_method=method,
     )  # fmt: skip
-    target = decoder.target.init(jax.random.key(0))
+    target = jax.jit(decoder.target.init)(jax.random.key(0))
     target["head"] *= 10
-    draft = decoder.draft.init(jax.random.key(1))
+    draft = jax.jit(decoder.draft.init)(jax.random.key(1))
     params = PairParams(target=target, draft=draft, shared=decoder.target.shared_head(target))
     requests = 3
     shapes = schedule_table_shapes(requests, decoder.num_drafts)
     tables = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes)
 
-    def run() -> list[RoundOutput]:
+    def start() -> DecodeState:
         state = init_state(decoder, requests, 12, jnp.float32)
         for slot, temperature in enumerate([0.0, 1.0, 0.7]):
             sampling = jax.tree.map(lambda x: x[0], _sampling([temperature], 0))
             state = admit(state, slot, 5 + slot, 0, 9, sampling.replace(seed=np.uint32(slot)))
+        return state
+
+    def run() -> list[RoundOutput]:
+        state = jax.jit(start)()
         step = functools.partial(decode_round, decoder, rows=requests, buckets=(9,))
         step, outputs = jax.jit(step), []
         for _ in range(3):

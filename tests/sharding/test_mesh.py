@@ -1,5 +1,7 @@
 """Meshes, rules and what is refused."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -127,11 +129,13 @@ def test_heads_are_made_to_divide(kv_heads, heads, devices, fitted, rng):
         assert (made.num_key_value_heads, made.num_attention_heads) == fitted
     tokens, none = rng.integers(0, 99, (1, 5)), jnp.zeros(1, jnp.int32)
 
-    def run(model, params) -> np.ndarray:
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(model, params) -> jax.Array:
         cache = model.make_cache(1, 8, jnp.float32)
-        return np.asarray(model.forward(params, tokens, cache, cache_len=none).hidden)
+        return model.forward(params, tokens, cache, cache_len=none).hidden
 
-    def draft_run(model, drafted) -> np.ndarray:
+    @functools.partial(jax.jit, static_argnums=0)
+    def draft_run(model, drafted) -> jax.Array:
         cache = model.make_cache(1, 8, jnp.float32)
         anchor = jnp.array([7])
         return model.backbone(drafted, params.shared, cache, anchor=anchor, anchor_pos=none)

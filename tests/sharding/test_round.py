@@ -83,16 +83,15 @@ def test_a_dense_pair_decodes_the_same(dense, expected, mesh):
     _check_talk(engine, model=model, candidates=LIKELIEST)
 
 
+@pytest.fixture(scope="module")
+def hardly_drafted(dense) -> tuple[list, Counters]:
+    return _run_where_drafts_hardly_pay(dense, None)
+
+
 @pytest.mark.parametrize("mesh", ["data=2,model=4", "model=8"])
-def test_rounds_without_drafts_decode_the_same(dense, mesh):
+def test_rounds_without_drafts_decode_the_same(dense, hardly_drafted, mesh):
     """Where one group of slots drafts, all do; `coupled`, as its text depends on no decision."""
-    schedule = ScheduleConfig(policy="lagged", min_predicted_gain=0.0)
-    whole, split = (
-        _run_where_drafts_hardly_pay(
-            make_engine(dense, mesh, schedule=schedule, rejection_sample_method="coupled")
-        )
-        for mesh in (None, mesh)
-    )
+    whole, split = hardly_drafted, _run_where_drafts_hardly_pay(dense, mesh)
     assert split[0] == whole[0]
     for _, counters in (whole, split):
         assert 0 < counters.num_bypassed < counters.generation_tokens
@@ -101,7 +100,9 @@ def test_rounds_without_drafts_decode_the_same(dense, mesh):
         assert split[1].num_bypassed == whole[1].num_bypassed
 
 
-def _run_where_drafts_hardly_pay(engine: Engine) -> tuple[list, Counters]:
+def _run_where_drafts_hardly_pay(dense: Pair, mesh: str | None) -> tuple[list, Counters]:
+    schedule = ScheduleConfig(policy="lagged", min_predicted_gain=0.0)
+    engine = make_engine(dense, mesh, schedule=schedule, rejection_sample_method="coupled")
     for speeds in engine.steps_per_s.values():
         speeds[0] = 2.0  # twice as fast as a round with drafts
     tokens = [sequence.token_ids for sequence in engine.run(requests())]

@@ -85,13 +85,19 @@ def _assert_close(got: object, want: object) -> None:
     jax.tree_util.tree_map_with_path(check, got, want)
 
 
-@pytest.mark.parametrize("mesh", [(2, 2), (4, 2), (1, 2)], ids=str)
-def test_two_steps_equal_those_of_one_device(mesh, rng):
+@pytest.fixture(scope="module")
+def alone() -> tuple[LossConfig, tuple, tuple]:
+    """A loss, a start, and what becomes of it on one device."""
     loss = LossConfig(anchor_chunk=4)
-    start, more = _start(rng, loss), (None, CONFIG)
-    _, expected, measured = _train(None, loss, start, more)
+    start = _start(np.random.default_rng(0), loss)
+    return loss, start, _train(None, loss, start, (None, CONFIG))
+
+
+@pytest.mark.parametrize("mesh", [(2, 2), (4, 2), (1, 2)], ids=str)
+def test_two_steps_equal_those_of_one_device(mesh, alone):
+    loss, start, (_, expected, measured) = alone
     data, model = mesh
-    state, got, other = _train(train_mesh(data=data, model=model), loss, start, more)
+    state, got, other = _train(train_mesh(data=data, model=model), loss, start, (None, CONFIG))
     for (have, sums), (want, want_sums) in zip(got, expected, strict=True):
         _assert_close(sums, want_sums)
         _assert_close(have.opt_state, want.opt_state)  # after the first step: its gradients

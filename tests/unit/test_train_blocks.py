@@ -27,6 +27,10 @@ def params() -> dict:
     return random_params()
 
 
+backbone = jax.jit(train_backbone, static_argnums=0)
+
+
+@jax.jit
 def run_loss(params: dict, shared: SharedHead, batch: TrainBatch) -> tuple:
     """Loss and gradients of one batch."""
 
@@ -35,7 +39,7 @@ def run_loss(params: dict, shared: SharedHead, batch: TrainBatch) -> tuple:
             DRAFT, LossConfig(), params, Frozen(shared=shared), batch, full_vocabulary(shared)
         )
 
-    return jax.jit(jax.value_and_grad(loss_of, has_aux=True))(params)
+    return jax.value_and_grad(loss_of, has_aux=True)(params)
 
 
 def test_anchors_need_two_written_tokens_of_one_document():
@@ -80,15 +84,15 @@ def test_labels_stop_at_the_end_of_the_text(rng):
 def test_a_block_does_not_see_its_anchor_or_later(rng, shared, params):
     batch = make_batch(rng)
     rows = block_rows(CONFIG, batch)
-    plain = train_backbone(DRAFT, params, shared.embedding, batch, rows)
+    plain = backbone(DRAFT, params, shared.embedding, batch, rows)
     features = batch.context_features.at[0, 5:].set(9.0)
-    changed = train_backbone(
+    changed = backbone(
         DRAFT, params, shared.embedding, dataclasses.replace(batch, context_features=features), rows
     )
     np.testing.assert_array_equal(plain[0, 0], changed[0, 0])  # anchor 5
     assert np.abs(plain[0, 1] - changed[0, 1]).max() > 1e-3  # anchor 11 sees rows 5..10
     features = batch.context_features.at[0, 4].set(9.0)
-    changed = train_backbone(
+    changed = backbone(
         DRAFT, params, shared.embedding, dataclasses.replace(batch, context_features=features), rows
     )
     assert np.abs(plain[0, 0] - changed[0, 0]).max() > 1e-3
@@ -98,13 +102,13 @@ def test_the_window_hides_older_context(rng, shared, params):
     draft = DenseDraft(config=dataclasses.replace(CONFIG, sliding_window=3))
     batch = make_batch(rng)
     rows = block_rows(CONFIG, batch)
-    plain = train_backbone(draft, params, shared.embedding, batch, rows)
+    plain = backbone(draft, params, shared.embedding, batch, rows)
     old = dataclasses.replace(batch, context_features=batch.context_features.at[0, :2].set(9.0))
     np.testing.assert_array_equal(
-        plain[0, 0], train_backbone(draft, params, shared.embedding, old, rows)[0, 0]
+        plain[0, 0], backbone(draft, params, shared.embedding, old, rows)[0, 0]
     )
     new = dataclasses.replace(batch, context_features=batch.context_features.at[0, 2].set(9.0))
-    seen = train_backbone(draft, params, shared.embedding, new, rows)
+    seen = backbone(draft, params, shared.embedding, new, rows)
     assert np.abs(plain[0, 0] - seen[0, 0]).max() > 1e-3
 
 
@@ -159,7 +163,7 @@ def test_attention_in_chunks_equals_attention_at_once(rng):
         def total(*arrays):
             return (block_attention(*arrays, mask, scale=0.3, chunk=chunk) * cotangent).sum()
 
-        return jax.value_and_grad(total, argnums=range(5))(q, *own, *far)
+        return jax.jit(jax.value_and_grad(total, argnums=range(5)))(q, *own, *far)
 
     at_once, in_chunks = run(64), run(3)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), at_once, in_chunks)

@@ -35,13 +35,14 @@ from dspark_jax.types import SharedHead
 from tests.unit.train_toys import CONFIG, DRAFT, VOCAB, make_batch, random_params, random_shared
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def run(loss: LossConfig, params: dict, frozen: Frozen, batch, vocabulary) -> tuple:
     """Loss, sums and gradients."""
 
     def loss_of(params):
         return batch_loss(DRAFT, loss, params, frozen, batch, vocabulary)
 
-    return jax.jit(jax.value_and_grad(loss_of, has_aux=True))(params)
+    return jax.value_and_grad(loss_of, has_aux=True)(params)
 
 
 def test_weights_of_decay_four_over_seven_rows():
@@ -73,7 +74,8 @@ def test_losses_against_plain_numpy(rng):
     (l1, _), _ = run(dataclasses.replace(loss, ce=0.0, l1=1.0), params, frozen, batch, vocabulary)
 
     rows = block_rows(CONFIG, batch)
-    hidden = np.asarray(train_backbone(DRAFT, params, shared.embedding, batch, rows), np.float64)
+    backbone = jax.jit(train_backbone, static_argnums=0)
+    hidden = np.asarray(backbone(DRAFT, params, shared.embedding, batch, rows), np.float64)
     w1, w2 = (np.asarray(params["markov"][k], np.float64) for k in ("w1", "w2"))
     head = np.asarray(shared.head, np.float64)
     logits = hidden @ head.T + w1[np.asarray(rows.previous)] @ w2.T
@@ -131,7 +133,7 @@ def test_the_target_gets_no_gradient(rng):
         frozen = Frozen(shared=shared)
         return batch_loss(DRAFT, LossConfig(), params, frozen, batch, full_vocabulary(shared))[0]
 
-    grads = jax.grad(loss_of)(shared)
+    grads = jax.jit(jax.grad(loss_of))(shared)
     assert not np.any(np.asarray(grads.head))
 
 
