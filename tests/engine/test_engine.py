@@ -290,7 +290,10 @@ def test_global_is_refused_with_standard_verification(pair: tuple) -> None:
 
 
 @pytest.mark.parametrize("plain", [True, False])
-def test_the_cache_is_updated_in_place(pair: tuple, plain: bool) -> None:
+def test_the_cache_is_updated_in_place(
+    pair: tuple, plain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(programs, "PREFILL_CHUNKS", (512,))
     target, draft, params = pair
     decoder = Decoder(target=target, draft=None if plain else draft)
     capacity = 1 << 17  # a cache far larger than everything else in the program
