@@ -11,7 +11,8 @@ TESTS = Path(__file__).resolve().parent
 
 # Eight devices let sharded programs run on a CPU. Most of the suite's time would go into compiling
 # for a CPU: a third of that is left at level 0 and with one LLVM module for many fusions instead of
-# one for each. A level that the caller names is kept. Compiled programs are kept for the next run.
+# one for each (two thirds on JAX 0.12, which ignores the latter). A level that the caller names is
+# kept. Compiled programs are kept for the next run.
 XLA_FLAGS = (
     "--xla_force_host_platform_device_count=8",
     "--xla_backend_optimization_level=0 "
